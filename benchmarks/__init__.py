@@ -1,0 +1,1 @@
+"""The measurements that the README quotes, runnable by anyone: `memshard bench --help`."""

@@ -1,0 +1,1 @@
+"""Bring-up: settings, composition root, command line, embedded services."""

@@ -1,0 +1,1 @@
+"""How KV is made, kept, composed and written into vLLM's cache. Imports neither ray nor fastapi."""

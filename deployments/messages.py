@@ -1,0 +1,158 @@
+"""What crosses the border between gateway and shard: frozen, small, picklable, each with its request id.
+
+Tensors never appear here; facts' texts, token counts and ids do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from sharding.ids import FactId, Placement, ShardId, UserId
+
+Mode = Literal["inject", "prompt", "off"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """OpenAI's sampling fields, already validated; None means the model's own default."""
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ChatCall:
+    """One chat completion for a shard. `placement` is None for a caller without identity (then `mode` is "off")."""
+
+    request_id: str
+    placement: Placement | None
+    messages: tuple[dict[str, str], ...]  # {"role", "content"}: plain text content, in order
+    sampling: Sampling
+    mode: Mode = "inject"
+    top_k: int = 10
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """What a chat took from memory. Token counts are prompt tokens; seconds are wall time inside the shard."""
+
+    mode: Mode
+    fact_ids: tuple[FactId, ...] = ()  # nearest to the question first
+    memory_tokens: int = 0  # tokens of the facts in the prompt, however they got there
+    injected_tokens: int = 0  # of the prompt's tokens, those whose KV was composed from chunks
+    prefix_cached_tokens: int = 0  # of the prompt's tokens, those found in vLLM's own prefix cache
+    left_out: int = 0  # retrieved facts that did not fit the context
+    embed_s: float = 0.0
+    search_s: float = 0.0
+    engine_ttft_s: float = 0.0  # from handing the prompt to the engine to its first token
+
+
+@dataclass(frozen=True, slots=True)
+class ChatStarted:
+    """First event of every chat stream, sent with the first token: what went into the prompt."""
+
+    prompt_tokens: int
+    memory: MemoryUse
+
+
+@dataclass(frozen=True, slots=True)
+class ChatDelta:
+    """A piece of the answer's text (never empty)."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChatFinished:
+    """Last event of every chat stream that ends well."""
+
+    finish_reason: Literal["stop", "length"]
+    completion_tokens: int
+
+
+ChatEvent = ChatStarted | ChatDelta | ChatFinished
+
+
+@dataclass(frozen=True, slots=True)
+class FactView:
+    """A fact as clients see it. Times are ISO 8601 in UTC."""
+
+    id: FactId
+    user: UserId
+    text: str
+    created_at: str
+    updated_at: str
+    encoded: bool  # whether its KV is ready to be injected; until then it is served as text
+
+
+@dataclass(frozen=True, slots=True)
+class AddCall:
+    """Store each text as one fact; the texts are one conversation turn."""
+
+    request_id: str
+    placement: Placement
+    texts: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AddedFact:
+    """Outcome for one text: "ADD" for a new fact, "NONE" where the user already had it."""
+
+    fact: FactView
+    event: Literal["ADD", "NONE"]
+
+
+@dataclass(frozen=True, slots=True)
+class ListCall:
+    """One page of a user's facts in the order of their creation; `page` counts from 1."""
+
+    request_id: str
+    placement: Placement
+    page: int = 1
+    page_size: int = 100
+
+
+@dataclass(frozen=True, slots=True)
+class FactPage:
+    total: int
+    facts: tuple[FactView, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FactCall:
+    """Get or delete one fact."""
+
+    request_id: str
+    placement: Placement
+    fact_id: FactId
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetCall:
+    """Delete every fact of a user."""
+
+    request_id: str
+    placement: Placement
+
+
+@dataclass(frozen=True, slots=True)
+class ShardStatus:
+    """What a shard reports of itself, in its heartbeat and to `memshard status`."""
+
+    shard: ShardId
+    model: str
+    ready: bool
+    started_at: str
+    users: int  # users whose memory is resident
+    facts: int
+    chunks: int
+    requests_in_flight: int
+    encode_backlog: int  # facts waiting for their KV
+    tiers: tuple[tuple[str, int, int], ...]  # (tier, bytes held, budget in bytes)
+    counters: dict[str, Any]  # chats, chats_by_mode, injected_tokens, fallbacks, … since the start

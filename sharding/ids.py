@@ -1,0 +1,24 @@
+"""Identifiers, as types of their own so that a user is never passed where a shard is meant."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NewType
+
+UserId = NewType("UserId", str)
+"""Who a memory belongs to, as the client spells it (any non-blank text of at most 256 characters)."""
+
+FactId = NewType("FactId", str)
+"""A fact of one user (a UUID in text form)."""
+
+ShardId = NewType("ShardId", str)
+"""A running shard replica: the Serve replica's unique id. A restarted replica has a new one, so it is its own boot id."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Who owns a user's memory: exactly one shard, under an epoch that only grows."""
+
+    user: UserId
+    shard: ShardId
+    epoch: int
