@@ -1,0 +1,142 @@
+"""Everything an operator can set, read once at start-up and frozen.
+
+Each field is an environment variable with the prefix `MEMSHARD_` (`shards` is `MEMSHARD_SHARDS`); `memshard serve`
+overrides some of them by options. Consumers get the values they need passed in; nobody else reads the
+environment. A value that cannot work stops the start with one sentence that names the variable.
+
+Refused on purpose: settings files and reloading. A setting that changes needs a restart, so that every process of
+the cluster agrees on it.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from sharding.errors import StartupError
+
+PREFIX = "MEMSHARD_"
+GIB = 1 << 30
+
+Port = Annotated[int, Field(ge=1, le=65535)]
+Seconds = Annotated[float, Field(gt=0)]
+Bytes = Annotated[int, Field(ge=1 << 20)]
+Count = Annotated[int, Field(ge=1)]
+
+
+def default_state_dir() -> Path:
+    """`memshard` below the XDG data directory, `~/.local/share` where `XDG_DATA_HOME` is unset."""
+    base = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
+    return Path(base).expanduser() / "memshard"
+
+
+class Settings(BaseSettings):
+    """The settings of one cluster. Sizes are bytes, times are seconds, lengths are tokens, as the names say."""
+
+    # Field docstrings are the descriptions; an empty variable counts as unset.
+    model_config = SettingsConfigDict(
+        env_prefix=PREFIX, frozen=True, env_ignore_empty=True, use_attribute_docstrings=True, protected_namespaces=()
+    )
+
+    host: str = "127.0.0.1"
+    """Address that the gateway listens on."""
+    port: Port = 8000
+    """TCP port of the gateway."""
+    gateways: Count = 1
+    """Replicas of the stateless gateway."""
+    shards: Count = 2
+    """Shard replicas, each with an engine and the users it owns."""
+    namespace: str = Field("memshard", pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")
+    """Prefix of this cluster's keys in Redis and its namespace in Ray; clusters that share a Redis differ in it."""
+
+    state_dir: Path = Field(default_factory=default_state_dir)
+    """Directory of what outlives a restart: prepared models, the embedded Redis' data, logs. Used by one server
+    at a time."""
+    redis_url: str | None = None
+    """`redis://`, `rediss://` or `unix://` address of the durable store; None starts an embedded server."""
+    redis_grace_s: Seconds = 60.0
+    """How long a user already placed is served from memory while Redis is away."""
+
+    model: Path | None = None
+    """Directory of the language model (Hugging Face layout); None is the packaged SmolLM2-135M-Instruct."""
+    served_model_name: str | None = None
+    """The model's name in the API; None is the model directory's name."""
+    embedding_model: Path | None = None
+    """Directory of the embedding model; None is the packaged all-MiniLM-L6-v2."""
+    max_model_len: Annotated[int, Field(ge=64)] | None = None
+    """Longest prompt plus answer, in tokens; None is what the model was trained for."""
+
+    threads_per_shard: Count | None = None
+    """CPU threads that a shard's engine computes with; None divides the machine's cores among its shards."""
+    kv_cache_bytes: Bytes = GIB
+    """vLLM's paged KV cache, per shard."""
+    chunk_device_bytes: Bytes = GIB
+    """Budget of the chunk store beside that cache (on a CPU: main memory), per shard."""
+    max_requests_in_flight: Count = 64
+    """Chats that one shard works on at once; one more is answered 429."""
+    request_deadline_s: Seconds = 120.0
+    """Longest time a request may take in all, waiting included."""
+
+    window_facts: Annotated[int, Field(ge=0)] = 20
+    """How many of the preceding facts stand before a fact while it is encoded."""
+    top_k: Count = 10
+    """Facts retrieved for a chat that does not ask for a number."""
+    max_fact_tokens: Count = 256
+    """Longest fact that is accepted, in tokens."""
+
+    heartbeat_interval_s: Seconds = 1.0
+    """Time between two heartbeats of a shard."""
+    heartbeat_ttl_s: Seconds = 5.0
+    """Silence after which a shard counts as gone."""
+
+    start_deadline_s: Seconds = 300.0
+    """Longest time from the start of Ray to a ready gateway; the first preparation of a model is not in it."""
+    stop_deadline_s: Seconds = 20.0
+    """Time that running requests get to finish after a stop was asked for; what is left then is killed."""
+
+    @field_validator("state_dir", "model", "embedding_model")
+    @classmethod
+    def _absolute(cls, path: Path | None) -> Path | None:
+        """Resolve `~` and relative paths now: the cluster's processes run in other directories."""
+        return None if path is None else path.expanduser().absolute()
+
+    @field_validator("redis_url")
+    @classmethod
+    def _known_scheme(cls, url: str | None) -> str | None:
+        if url is not None and not url.startswith(("redis://", "rediss://", "unix://")):
+            raise ValueError("must start with redis://, rediss:// or unix://")
+        return url
+
+    @model_validator(mode="after")
+    def _ttl_survives_a_lost_heartbeat(self) -> Self:
+        if self.heartbeat_ttl_s < 2 * self.heartbeat_interval_s:
+            raise ValueError(
+                f"{PREFIX}HEARTBEAT_TTL_S must be at least twice {PREFIX}HEARTBEAT_INTERVAL_S, "
+                "or one late heartbeat moves users"
+            )
+        return self
+
+    @classmethod
+    def from_environment(cls, **overrides: Any) -> Settings:
+        """Read the environment; `overrides` that are not None win over it.
+
+        Raises:
+            StartupError: a value is malformed or out of range; the message names its variable.
+        """
+        try:
+            return cls(**{name: value for name, value in overrides.items() if value is not None})
+        except ValidationError as refused:
+            raise StartupError(_first_problem(refused)) from None
+
+
+def _first_problem(refused: ValidationError) -> str:
+    """The first of pydantic's complaints as one sentence."""
+    problem = refused.errors(include_url=False)[0]
+    reason = problem["msg"].removeprefix("Value error, ")
+    if not problem["loc"]:
+        return reason
+    return f"{PREFIX}{str(problem['loc'][0]).upper()} is {problem['input']!r}: {reason}"
