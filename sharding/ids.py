@@ -12,7 +12,7 @@ FactId = NewType("FactId", str)
 """A fact of one user (a UUID in text form)."""
 
 ShardId = NewType("ShardId", str)
-"""A running shard replica: the Serve replica's unique id. A restarted replica has a new one, so it is its own boot id."""
+"""A running shard replica: the Serve replica's unique id. A restarted one has a new id, so it is its own boot id."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,153 @@
+"""Who owns whom, and which shards are alive. The truth is in Redis; every change is one Lua script.
+
+Refuses to change a placement that is not the caller's any more, so an epoch only grows and a user has at most
+one owner. What an owner writes is fenced by the same epoch in `facts.py`. `PlacementCache` beside it is what a
+gateway asks first: it may be stale, the shard's epoch check (`user_memory.py`) finds that out.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+
+from pydantic import ValidationError
+from redis.asyncio import Redis
+
+from sharding.errors import WrongShard
+from sharding.ids import Placement, ShardId, UserId
+from sharding.keys import KeySpace
+from sharding.placement import ShardReport
+from sharding.redis_errors import redis_errors
+from sharding.scripts import script
+
+__all__ = ["Directory", "PlacementCache", "ShardReport"]
+
+log = logging.getLogger(__name__)
+
+
+class Directory:
+    """Placements and heartbeats of one `KeySpace`. Every method raises `Unavailable` where Redis is away."""
+
+    def __init__(self, redis: Redis, keys: KeySpace) -> None:
+        self._redis = redis
+        self._keys = keys
+        self._claim = script(redis, "claim")
+        self._switch = script(redis, "switch")
+        self._release = script(redis, "release")
+        self._prune = script(redis, "prune")
+
+    async def lookup(self, user: UserId) -> Placement | None:
+        """The placement that stands, or None for a user without an owner. One round trip."""
+        with redis_errors("look up a user's shard"):
+            shard, epoch = await self._redis.hmget(self._keys.placement(user), ["shard", "epoch"])
+        if shard is None or epoch is None:
+            return None
+        return Placement(user, ShardId(_text(shard)), int(epoch))
+
+    async def claim(self, user: UserId, shard: ShardId, expected: Placement | None) -> Placement:
+        """Make `shard` the owner, under the next epoch, if the user has none or the owner is `expected` (a dead one).
+
+        Returns the placement that stands afterwards: compare its shard to see who won.
+        """
+        arguments: list[str | int] = [shard, expected.shard, expected.epoch] if expected else [shard, "", 0]
+        with redis_errors("claim a user"):
+            owner, epoch = await self._claim([self._keys.placement(user)], arguments)
+        return Placement(user, ShardId(_text(owner)), int(epoch))
+
+    async def switch(self, placement: Placement, target: ShardId) -> Placement:
+        """Hand the user to `target` under the next epoch. Raises `WrongShard` if `placement` no longer stands."""
+        epoch = placement.epoch + 1
+        arguments: list[str | int] = [placement.shard, placement.epoch, target, epoch]
+        with redis_errors("move a user"):
+            switched = await self._switch([self._keys.placement(placement.user)], arguments)
+        if switched is None:
+            raise not_owner(placement)
+        return Placement(placement.user, target, epoch)
+
+    async def release(self, placement: Placement) -> None:
+        """Leave the user without an owner; the epoch is kept. Does nothing if `placement` no longer stands."""
+        with redis_errors("release a user"):
+            await self._release([self._keys.placement(placement.user)], [placement.shard, placement.epoch])
+
+    async def heartbeat(self, report: str | bytes, shard: ShardId, ttl_s: float) -> None:
+        """Publish `report` (a `ShardReport` as JSON); the shard counts as alive for `ttl_s` from now."""
+        with redis_errors("publish a heartbeat"):
+            async with self._redis.pipeline(transaction=True) as pipe:
+                pipe.set(self._keys.shard(shard), report, px=max(1, round(ttl_s * 1000)))
+                pipe.sadd(self._keys.shards(), shard)
+                await pipe.execute()
+
+    async def shards(self) -> dict[ShardId, ShardReport]:
+        """The live shards by id. Those whose heartbeat ran out are forgotten on the way."""
+        with redis_errors("list the shards"):
+            ids = [ShardId(_text(member)) for member in sorted(await self._redis.smembers(self._keys.shards()))]
+            if not ids:
+                return {}
+            raw = dict(zip(ids, await self._redis.mget([self._keys.shard(id) for id in ids]), strict=True))
+            if expired := [id for id, report in raw.items() if report is None]:
+                await self._prune([self._keys.shards(), *map(self._keys.shard, expired)], expired)
+        return {id: report for id, json in raw.items() if json and (report := _parse_report(id, json))}
+
+    async def retire(self, shard: ShardId) -> None:
+        """Remove a shard that shuts down cleanly, without waiting for its heartbeat to run out."""
+        with redis_errors("retire a shard"):
+            async with self._redis.pipeline(transaction=True) as pipe:
+                pipe.srem(self._keys.shards(), shard)
+                pipe.delete(self._keys.shard(shard))
+                await pipe.execute()
+
+
+class PlacementCache:
+    """The last known placements, least recently used dropped beyond `capacity` users."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._placements: OrderedDict[UserId, Placement] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._placements)
+
+    def get(self, user: UserId) -> Placement | None:
+        placement = self._placements.get(user)
+        if placement is not None:
+            self._placements.move_to_end(user)
+        return placement
+
+    def put(self, placement: Placement) -> None:
+        """Remember `placement`, unless a newer epoch is known: answers may arrive out of order."""
+        held = self._placements.get(placement.user)
+        if held is None or held.epoch <= placement.epoch:
+            self._placements[placement.user] = placement
+        self._placements.move_to_end(placement.user)
+        if len(self._placements) > self._capacity:
+            self._placements.popitem(last=False)
+
+    def forget(self, user: UserId) -> None:
+        self._placements.pop(user, None)
+
+    def forget_shard(self, shard: ShardId) -> None:
+        """Forget every user of a shard that is gone."""
+        for user in [user for user, placement in self._placements.items() if placement.shard == shard]:
+            del self._placements[user]
+
+
+def not_owner(placement: Placement) -> WrongShard:
+    """The error for a placement that does not stand (any more)."""
+    return WrongShard(
+        f"Shard {placement.shard} does not own this user under epoch {placement.epoch}; ask the directory again.",
+        shard=placement.shard,
+        epoch=placement.epoch,
+    )
+
+
+def _text(reply: bytes | str) -> str:
+    return reply if isinstance(reply, str) else reply.decode()
+
+
+def _parse_report(shard: ShardId, json: bytes | str) -> ShardReport | None:
+    try:
+        return ShardReport.model_validate_json(json)
+    except ValidationError as error:
+        # One shard of another version must not hide all the others.
+        log.warning("The report of shard %s is not readable and is left out: %s", shard, error)
+        return None

@@ -1,0 +1,64 @@
+"""Names of everything Memshard keeps in Redis.
+
+    <ns>:{<user>}:owner:<model>   hash    shard, epoch            who owns the user, for one served model
+    <ns>:{<user>}:facts           hash    fact id -> record       JSON, written by `facts.py` only
+    <ns>:{<user>}:order           zset    fact id -> seq          the order in which facts were told
+    <ns>:{<user>}:hashes          hash    text hash -> fact id    what the user already has
+    <ns>:{<user>}:embeddings      hash    fact id -> float32 bytes
+    <ns>:{<user>}:seq             int     last seq given out; outlives deletions
+    <ns>:{shards:<model>}         set     ids of shards that may be alive
+    <ns>:{shards:<model>}:<id>    string  a shard's last report, with a TTL
+
+The braces are Redis Cluster's hash tag: all keys of one user, and all keys of one model's shards, lie in one
+slot, so a Lua script may touch them together. User ids are percent-encoded, so that no id (braces, colons,
+control characters, lone surrogates) can leave its tag or meet another's; an encoded id holds no colon, so no
+user shares the shards' tag.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from urllib.parse import quote
+
+from sharding.ids import ShardId, UserId
+
+
+@dataclass(frozen=True, slots=True)
+class KeySpace:
+    """The keys of one installation (`namespace`) serving one `model`. Both may be any text."""
+
+    namespace: str
+    model: str
+
+    def placement(self, user: UserId) -> str:
+        """Owner and epoch; the only key of a user that depends on the model."""
+        return f"{self._of(user)}:owner:{_escape(self.model)}"
+
+    def facts(self, user: UserId) -> str:
+        return f"{self._of(user)}:facts"
+
+    def order(self, user: UserId) -> str:
+        return f"{self._of(user)}:order"
+
+    def hashes(self, user: UserId) -> str:
+        return f"{self._of(user)}:hashes"
+
+    def embeddings(self, user: UserId) -> str:
+        return f"{self._of(user)}:embeddings"
+
+    def seq(self, user: UserId) -> str:
+        return f"{self._of(user)}:seq"
+
+    def shards(self) -> str:
+        return f"{_escape(self.namespace)}:{{shards:{_escape(self.model)}}}"
+
+    def shard(self, shard: ShardId) -> str:
+        return f"{self.shards()}:{_escape(shard)}"
+
+    def _of(self, user: UserId) -> str:
+        return f"{_escape(self.namespace)}:{{{_escape(user)}}}"
+
+
+def _escape(text: str) -> str:
+    # surrogatepass: JSON bodies can spell lone surrogates, and a key must not be where that is found out.
+    return quote(text, safe="", errors="surrogatepass")

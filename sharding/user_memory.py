@@ -1,0 +1,280 @@
+"""What a shard holds of its users in its own process, and how it makes sure that they are still its users.
+
+    a call with a placement ─ UserTable.use ─┬ held, verified in this lease ────────────────► UserMemory, pinned
+                                             ├ held, but the lease ran out ─ ask the directory ──┤
+                                             └ not held, or a newer epoch ── ask, then load ─────┘
+
+A `UserMemory` is a cache over `FactStore`: losing one costs a load. Refused with `WrongShard`: another shard's
+users, epochs older than the one held, epochs the directory does not confirm.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from bisect import bisect_left
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from sharding.directory import Directory, not_owner
+from sharding.errors import Busy, Unavailable
+from sharding.facts import Fact, FactStore
+from sharding.ids import FactId, Placement, ShardId, UserId
+from sharding.index import ExactIndex
+from sharding.lease import Lease
+
+ASK_AGAIN_S = 1.0  # after Redis failed to answer, how long the grace period serves without asking again
+
+
+class UserMemory:
+    """One user's facts in the order they were told, and their vector index. Vectors are float32 [dim].
+
+    Facts that were indexed do not keep their `embedding`: the index holds it. Whoever changes Redis and then
+    this does both under `write_lock`.
+    """
+
+    def __init__(self, placement: Placement, dim: int, facts: Iterable[Fact] = ()) -> None:
+        self.placement = placement
+        self.write_lock = asyncio.Lock()
+        self._dim = dim
+        self._facts: list[Fact] = []  # by seq
+        self._by_id: dict[FactId, Fact] = {}
+        self._index = ExactIndex(dim)
+        self.add(facts)
+
+    def __len__(self) -> int:
+        return len(self._facts)
+
+    def __contains__(self, fact_id: object) -> bool:
+        return fact_id in self._by_id
+
+    @property
+    def facts(self) -> Sequence[Fact]:
+        """All facts, oldest first. A view: it changes with the memory."""
+        return self._facts
+
+    def get(self, fact_id: FactId) -> Fact | None:
+        return self._by_id.get(fact_id)
+
+    def add(self, facts: Iterable[Fact]) -> None:
+        """Add facts in any order, indexing those that have an embedding; facts already held are passed over."""
+        embeddings: dict[FactId, bytes] = {}
+        for fact in sorted(facts, key=_seq):
+            if fact.id in self._by_id:
+                continue
+            if fact.embedding is not None:
+                embeddings[fact.id] = fact.embedding
+            held = replace(fact, embedding=None)
+            self._facts.insert(bisect_left(self._facts, fact.seq, key=_seq), held)
+            self._by_id[fact.id] = held
+        self.put_embeddings(embeddings)
+
+    def put_embeddings(self, embeddings: Mapping[FactId, bytes]) -> None:
+        """Index facts by their embedding (float32 bytes); one that cannot be used, or of a fact not held, is ignored.
+
+        Of another size means made by another embedding model, not finite means damaged: the fact goes on to
+        need an embedding.
+        """
+        ids = [id for id, e in embeddings.items() if id in self._by_id and len(e) == 4 * self._dim]
+        vectors = np.frombuffer(b"".join(embeddings[id] for id in ids), "<f4").reshape(len(ids), self._dim)
+        finite = np.isfinite(vectors).all(axis=1)
+        self._index.add([id for id, usable in zip(ids, finite, strict=True) if usable], vectors[finite])
+
+    def remove(self, fact_id: FactId) -> bool:
+        """Forget a fact; False if it is not held."""
+        fact = self._by_id.pop(fact_id, None)
+        if fact is None:
+            return False
+        del self._facts[bisect_left(self._facts, fact.seq, key=_seq)]
+        self._index.remove(fact_id)
+        return True
+
+    def clear(self) -> None:
+        """Forget every fact."""
+        self._facts.clear()
+        self._by_id.clear()
+        self._index = ExactIndex(self._dim)
+
+    def facts_without_embedding(self) -> list[Fact]:
+        """Facts that a search cannot find yet, oldest first."""
+        return [fact for fact in self._facts if fact.id not in self._index]
+
+    def search(self, vector: ArrayLike, k: int) -> list[Fact]:
+        """The at most k facts nearest to `vector` [dim], nearest first."""
+        return [self._by_id[id] for id, _ in self._index.search(vector, k)]
+
+    def window(self, fact_id: FactId, w: int) -> list[Fact]:
+        """The at most `w` facts told just before this one, oldest first. Raises KeyError for a fact not held."""
+        end = bisect_left(self._facts, self._by_id[fact_id].seq, key=_seq)
+        return self._facts[max(0, end - w) : end]
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless list, lookup and index tell of the same facts."""
+        seqs = [fact.seq for fact in self._facts]
+        assert seqs == sorted(set(seqs)), "facts are not in the order of their seq"
+        assert {fact.id: fact for fact in self._facts} == self._by_id, "list and lookup differ"
+        indexed = len(self._facts) - len(self.facts_without_embedding())
+        assert indexed == len(self._index), "the index holds facts that the memory does not"
+
+
+@dataclass(slots=True)
+class _Resident:
+    memory: UserMemory
+    term: int  # the lease term in which the directory last confirmed the placement
+
+
+class UserTable:
+    """The users whose memory is in this process: at most `capacity`, least recently used evicted, never one in use.
+
+    Single-threaded: everything runs on one event loop, and only awaits are points where others run.
+    """
+
+    def __init__(
+        self, me: ShardId, directory: Directory, store: FactStore, lease: Lease, *, dim: int, capacity: int
+    ) -> None:
+        self.lease = lease
+        self._me = me
+        self._directory = directory
+        self._store = store
+        self._dim = dim
+        self._capacity = capacity
+        self._residents: OrderedDict[UserId, _Resident] = OrderedDict()
+        self._admissions: dict[Placement, asyncio.Task[UserMemory]] = {}
+        self._pins: Counter[UserId] = Counter()
+        self._ask_again_at = -math.inf
+
+    def __len__(self) -> int:
+        return len(self._residents)
+
+    def lease_valid(self) -> bool:
+        """Whether this shard's last acknowledged heartbeat still stands, so that nobody can have taken its users."""
+        return self.lease.valid()
+
+    def memories(self) -> list[UserMemory]:
+        """Every resident memory, least recently used first; for status and background work."""
+        return [resident.memory for resident in self._residents.values()]
+
+    @asynccontextmanager
+    async def use(self, placement: Placement) -> AsyncIterator[UserMemory]:
+        """The user's memory, kept from eviction while in use. Raises as `get` does."""
+        user = placement.user
+        self._pins[user] += 1  # before the load, so that it is not evicted between being loaded and handed out
+        try:
+            yield await self.get(placement)
+        finally:
+            self._pins[user] -= 1
+            if not self._pins[user]:
+                del self._pins[user]
+
+    async def get(self, placement: Placement) -> UserMemory:
+        """The user's memory, loaded on first touch; the caller may rely on it until its next await (else: `use`).
+
+        Raises `WrongShard` if this shard does not own the user under this epoch, `Busy` if every place is taken
+        by a user in use, `Unavailable` if Redis is needed and away.
+        """
+        if placement.shard != self._me:
+            raise not_owner(placement)
+        resident = self._residents.get(placement.user)
+        if resident and placement.epoch < resident.memory.placement.epoch:
+            raise not_owner(placement)
+        held = resident if resident and resident.memory.placement == placement else None
+        if held and held.term == self.lease.term and self._may_serve_unasked():
+            self._residents.move_to_end(placement.user)
+            return held.memory
+        try:
+            return await self._admitted(placement)
+        except Unavailable:
+            self._ask_again_at = self.lease.clock() + ASK_AGAIN_S
+            if held and held.term == self.lease.term and self.lease.in_grace():
+                return held.memory
+            raise
+
+    def drop(self, user: UserId) -> None:
+        """Forget a user this shard lost (moved away, or fenced): also one in use, and one being loaded."""
+        self._residents.pop(user, None)
+        for placement in [p for p in self._admissions if p.user == user]:
+            del self._admissions[placement]
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless residents, pins and admissions add up; for tests, after each."""
+        assert len(self._occupants()) <= self._capacity, "more users than places"
+        assert all(count > 0 for count in self._pins.values()), "a pin was released twice"
+        assert not any(task.done() for task in self._admissions.values()), "an admission was left behind"
+        for user, resident in self._residents.items():
+            placement = resident.memory.placement
+            assert (placement.user, placement.shard) == (user, self._me), "a user of someone else is resident"
+            assert resident.term <= self.lease.term, "a user was verified in a lease that is yet to come"
+            resident.memory.check_integrity()
+
+    def _may_serve_unasked(self) -> bool:
+        redis_just_failed = self.lease.clock() < self._ask_again_at
+        return self.lease.valid() or (redis_just_failed and self.lease.in_grace())
+
+    async def _admitted(self, placement: Placement) -> UserMemory:
+        """Verify and load once for all who ask at the same time; one who gives up does not stop it for the others."""
+        task = self._admissions.get(placement)
+        if task is None:
+            self._make_room(placement.user)
+            task = asyncio.create_task(self._admit(placement))
+            self._admissions[placement] = task
+            task.add_done_callback(_retrieve)
+        return await asyncio.shield(task)
+
+    async def _admit(self, placement: Placement) -> UserMemory:
+        admission = asyncio.current_task()
+        try:
+            term = self.lease.term  # before asking: what is confirmed later may belong to a later term
+            await self._confirm(placement)
+            resident = self._residents.get(placement.user)
+            if resident and resident.memory.placement == placement:
+                memory = resident.memory
+            else:
+                memory = UserMemory(placement, self._dim, await self._store.load(placement.user))
+            if self._admissions.get(placement) is not admission or self._outdated(placement):
+                raise not_owner(placement)  # dropped, or overtaken by a newer epoch, while it was loading
+            self._residents[placement.user] = _Resident(memory, term)
+            self._residents.move_to_end(placement.user)
+            return memory
+        finally:
+            if self._admissions.get(placement) is admission:
+                del self._admissions[placement]
+
+    async def _confirm(self, placement: Placement) -> None:
+        standing = await self._directory.lookup(placement.user)
+        if standing == placement:
+            return
+        resident = self._residents.get(placement.user)
+        if resident and resident.memory.placement != standing:
+            del self._residents[placement.user]
+        raise not_owner(placement)
+
+    def _outdated(self, placement: Placement) -> bool:
+        resident = self._residents.get(placement.user)
+        return resident is not None and resident.memory.placement.epoch > placement.epoch
+
+    def _occupants(self) -> set[UserId]:
+        return {*self._residents, *(placement.user for placement in self._admissions)}
+
+    def _make_room(self, user: UserId) -> None:
+        """Evict until `user` has a place; raises `Busy` if everyone is in use."""
+        occupants = self._occupants()
+        while user not in occupants and len(occupants) >= self._capacity:
+            evicted = next((u for u in self._residents if not self._pins[u]), None)
+            if evicted is None:
+                raise Busy("Every place for a user on this shard is in use; retry shortly.", retry_after_s=1.0)
+            del self._residents[evicted]
+            occupants = self._occupants()
+
+
+def _seq(fact: Fact) -> int:
+    return fact.seq
+
+
+def _retrieve(task: asyncio.Task[UserMemory]) -> None:
+    if not task.cancelled():
+        task.exception()  # everyone who asked may have given up: then nobody else would
