@@ -1,0 +1,95 @@
+"""The pinned router: a request goes to the replica that its caller names, or fails at once.
+
+The gateway knows from the directory which shard owns a user, and pins every call with
+`handle.options(session_id=<ShardId>)`. This router, which Serve runs inside the calling process, decides nothing:
+
+- the named replica is known            -> that replica, without a queue in front of it and without a probe
+- not known (yet)                       -> wait `grace_s` for Serve's next replica update, then `ShardGone`
+- it was known and is so no more        -> `ShardGone` with `certain=True`: it died or is being stopped
+- it refused (its `max_ongoing_requests`) -> `Busy`; admission proper is the shard's own
+- no name                               -> refused; balancing would break "one owner"
+
+Serve's own machinery (`choose_replicas` in a bounded set of routing tasks) is bypassed by overriding the private
+`_choose_replica_for_request`, as Ray's capacity queue router does: routing tasks are capped, so that one full
+shard would delay every other, and an exception in `choose_replicas` leaves its request hanging (ray#64326).
+`tests/deployments/test_router_contract.py` pins what this rests on. Next step: `shard_client.py`, the only caller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from ray.serve._private.common import ReplicaID
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+
+from sharding.errors import Busy, MemshardError, ShardGone
+from sharding.ids import ShardId
+
+DEFAULT_GRACE_S = 0.5
+
+
+class PinnedRouter(RequestRouter):  # type: ignore[misc]  # ray ships no types
+    """Obeys `session_id`. Option (`request_router_kwargs`): `grace_s`, seconds to wait for an unknown replica."""
+
+    _grace_s = DEFAULT_GRACE_S
+
+    def initialize_state(self, grace_s: float = DEFAULT_GRACE_S) -> None:
+        """Called once by Serve with `request_router_kwargs`."""
+        self._grace_s = grace_s
+        self._departed: set[ReplicaID] = set()  # once known, now gone; ids are never reused
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Serve's view of the running replicas changed."""
+        before = set(self.curr_replicas)
+        super().update_replicas(replicas)
+        self._departed |= before - set(self.curr_replicas)
+        self._departed -= set(self.curr_replicas)
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        """A call to this replica found its actor dead, before Serve's controller did."""
+        self._departed.add(replica_id)
+        super().on_replica_actor_died(replica_id)
+
+    async def _choose_replica_for_request(
+        self, pending_request: PendingRequest, *, is_retry: bool = False
+    ) -> RunningReplica:
+        """The pinned replica. Raises ShardGone, Busy, or MemshardError for a call without a pin.
+
+        `is_retry` means that the replica refused, died or could not be reached when the request was sent.
+        """
+        shard = ShardId(pending_request.metadata.session_id)
+        if not shard:
+            raise MemshardError("A call to a shard must name it: use handle.options(session_id=<ShardId>).")
+        replica_id = ReplicaID(unique_id=shard, deployment_id=self._deployment_id)
+        if is_retry and replica_id in self.curr_replicas:
+            # A refusal leaves the length of the replica's queue in the cache, a failure to reach it erases it.
+            if self.replica_queue_len_cache.get(replica_id) is not None:
+                raise Busy(f"Shard {shard} takes no more requests at the moment.", shard=shard)
+            raise ShardGone(f"Shard {shard} cannot be reached.", shard=shard, certain=False)
+        if replica_id not in self.curr_replicas and replica_id not in self._departed:
+            await self._wait_for(replica_id)
+        replica = self.curr_replicas.get(replica_id)
+        if replica is None:
+            certain = replica_id in self._departed
+            raise ShardGone(f"Shard {shard} does not exist.", shard=shard, certain=certain)
+        return replica
+
+    async def _wait_for(self, replica_id: ReplicaID) -> None:
+        """Return when the replica becomes known, or after the grace."""
+        try:
+            async with asyncio.timeout(self._grace_s):
+                while replica_id not in self.curr_replicas:
+                    self._replicas_updated_event.clear()
+                    await self._replicas_updated_event.wait()
+        except TimeoutError:
+            return
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Never reached: see the module's docstring. Abstract in the base class, so it has to exist."""
+        raise NotImplementedError("PinnedRouter does not choose: it is told.")
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
+        """Nothing to keep: the shard counts its own requests."""
