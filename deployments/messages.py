@@ -47,6 +47,7 @@ class MemoryUse:
     memory_tokens: int = 0  # tokens of the facts in the prompt, however they got there
     injected_tokens: int = 0  # of the prompt's tokens, those whose KV was composed from chunks
     prefix_cached_tokens: int = 0  # of the prompt's tokens, those found in vLLM's own prefix cache
+    fallback: str | None = None  # why chunks that were meant to be injected were prefilled as text instead
     left_out: int = 0  # retrieved facts that did not fit the context
     embed_s: float = 0.0
     search_s: float = 0.0
@@ -55,7 +56,10 @@ class MemoryUse:
 
 @dataclass(frozen=True, slots=True)
 class ChatStarted:
-    """First event of every chat stream, sent with the first token: what went into the prompt."""
+    """First event of every chat stream, sent with the first token: what went into the prompt.
+
+    `memory.injected_tokens` and what depends on it are as planned here; as they turned out in `ChatFinished`.
+    """
 
     prompt_tokens: int
     memory: MemoryUse
@@ -74,6 +78,7 @@ class ChatFinished:
 
     finish_reason: Literal["stop", "length"]
     completion_tokens: int
+    memory: MemoryUse
 
 
 ChatEvent = ChatStarted | ChatDelta | ChatFinished

@@ -1,0 +1,227 @@
+"""vLLM's `AsyncLLM` with our connector in it: generate from chunks, encode chunks, answer for them.
+
+One engine a shard. Everything here runs in the shard's process; the tensors stay in the engine's workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm import SamplingParams, TokensPrompt
+from vllm.config import KVTransferConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from connector.chunk import ChunkId
+from connector.metadata import CaptureRange, transfer_params
+from connector.plan import PromptPlan
+from sharding.errors import EngineFailed, StartupError
+
+CHAT_PRIORITY = 0
+ENCODE_PRIORITY = 1
+"""Lower runs first: encoding waits for, and is preempted by, live chats."""
+
+RPC_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """`kv_cache_bytes` is vLLM's paged cache (None: on a GPU, what vLLM's own default leaves); `chunk_budget_bytes` what
+    each worker may hold in chunks. `max_model_len` None means the model's own."""
+
+    model: Path
+    chunk_budget_bytes: int
+    max_model_len: int | None = None
+    kv_cache_bytes: int | None = None
+    block_tokens: int | None = None
+    tensor_parallel: int = 1
+    eager: bool = True
+    max_batched_tokens: int | None = None
+    prefix_caching: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class EngineDelta:
+    """What came since the last one. `finish_reason` is set on the last; `injected_tokens`, `cached_tokens` (found in
+    vLLM's prefix cache) and `fallback` (why chunks were prefilled as text instead) are final only there."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: str | None
+    injected_tokens: int
+    cached_tokens: int
+    fallback: str | None
+    logprobs: Any = None
+
+
+class MemoryEngine:
+    """Use `await MemoryEngine.start(settings)`."""
+
+    def __init__(self, llm: AsyncLLM, model_digest: str, token_bytes: int, refusal: str | None) -> None:
+        self.llm = llm
+        self.model_digest = model_digest
+        self.token_bytes = token_bytes  # of chunks, over all ranks
+        self.refusal = refusal  # why this model's memory can only be served as text, or None
+        self.max_model_len: int = llm.model_config.max_model_len
+
+    @classmethod
+    async def start(cls, settings: EngineSettings, *, serve_refused: bool = False) -> MemoryEngine:
+        """Starts the engine's processes and proves the model.
+
+        Raises `StartupError` where the engine does not start, and where the model's chunks cannot be served exactly
+        (unless `serve_refused`: then `refusal` says why and only text is served).
+        """
+        options = {
+            "max_model_len": settings.max_model_len,
+            "kv_cache_memory_bytes": settings.kv_cache_bytes,
+            "block_size": settings.block_tokens,
+            "max_num_batched_tokens": settings.max_batched_tokens,
+        }
+        args = AsyncEngineArgs(
+            model=str(settings.model),
+            tensor_parallel_size=settings.tensor_parallel,
+            enforce_eager=settings.eager,
+            enable_prefix_caching=settings.prefix_caching,
+            scheduling_policy="priority",
+            disable_log_stats=True,
+            worker_extension_cls="connector.worker_extension.MemoryWorkerExtension",
+            kv_transfer_config=KVTransferConfig(
+                kv_connector="MemoryConnector",
+                kv_connector_module_path="connector.memory_connector",
+                kv_role="kv_consumer",  # kv_both would recompute what a preempted request had in flight
+                kv_load_failure_policy="recompute",
+                kv_connector_extra_config={"chunk_budget_bytes": settings.chunk_budget_bytes},
+            ),
+            **{name: value for name, value in options.items() if value is not None},
+        )
+        try:
+            llm = AsyncLLM.from_engine_args(args)
+        except Exception as error:
+            raise StartupError(f"vLLM did not start with the model {settings.model}: {error}") from error
+        ranks: list[dict[str, Any]] = await llm.collective_rpc("memshard_prepare", timeout=RPC_TIMEOUT_S)
+        refusal = next((rank["refusal"] for rank in ranks if rank["refusal"]), None)
+        if refusal is not None:
+            if not serve_refused:
+                llm.shutdown()
+                raise StartupError(f"The model {settings.model} cannot be served from memory: {refusal}.")
+            return cls(llm, "", 0, refusal)
+        digest = hashlib.blake2b("".join(rank["digest"] for rank in ranks).encode(), digest_size=16).hexdigest()
+        return cls(llm, digest, sum(rank["token_bytes"] for rank in ranks), None)
+
+    async def generate(
+        self, request_id: str, plan: PromptPlan, sampling: SamplingParams, *, priority: int = CHAT_PRIORITY
+    ) -> AsyncIterator[EngineDelta]:
+        """Generates behind the planned prompt. Closing the iterator aborts the request.
+
+        Raises `EngineFailed` where the engine died or ended the request with an error.
+        """
+        sampling = replace_params(sampling, load=plan.load)
+        prompt = TokensPrompt(prompt_token_ids=list(plan.token_ids))
+        if plan.salt is not None:
+            prompt["cache_salt"] = plan.salt
+        planned = plan.load_tokens
+        try:
+            async with aclosing(self.llm.generate(prompt, sampling, request_id, priority=priority)) as outputs:
+                async for output in outputs:
+                    completion = output.outputs[0]
+                    if completion.finish_reason == "error":
+                        raise EngineFailed("The engine ended this request with an error.")
+                    told = output.kv_transfer_params or {}
+                    injected = int(told.get("injected_tokens", planned))
+                    cached = max(0, (output.num_cached_tokens or 0) - injected)
+                    yield EngineDelta(
+                        token_ids=tuple(completion.token_ids),
+                        text=completion.text,
+                        finish_reason=completion.finish_reason,
+                        injected_tokens=injected,
+                        cached_tokens=0 if told.get("fallback") else cached,
+                        fallback=told.get("fallback"),
+                        logprobs=completion.logprobs,
+                    )
+        except EngineDeadError as error:
+            raise EngineFailed("The engine of this shard has died.") from error
+
+    async def encode(
+        self, request_id: str, token_ids: Sequence[int], captures: Sequence[CaptureRange], salt: str
+    ) -> set[ChunkId]:
+        """Prefills `token_ids` and keeps the ranges as chunks. Returns the ids that are complete on every rank.
+
+        Tokens found in the prefix cache are never computed and so cannot be captured; where that happened, the
+        prompt is prefilled once more without reading the cache.
+        """
+        wanted = {range_.id for range_ in captures}
+        done = await self._encode(request_id, token_ids, captures, salt, skip_cache=False)
+        missing = [range_ for range_ in captures if range_.id not in done]
+        if missing:
+            done |= await self._encode(f"{request_id}-again", token_ids, missing, salt, skip_cache=True)
+        return done & wanted
+
+    async def _encode(
+        self, request_id: str, token_ids: Sequence[int], captures: Sequence[CaptureRange], salt: str, skip_cache: bool
+    ) -> set[ChunkId]:
+        sampling = SamplingParams(
+            max_tokens=1,
+            temperature=0.0,
+            detokenize=False,
+            skip_reading_prefix_cache=skip_cache,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            extra_args={"kv_transfer_params": transfer_params(capture=captures)},
+        )
+        prompt = TokensPrompt(prompt_token_ids=list(token_ids), cache_salt=salt)
+        done: set[ChunkId] = set()
+        try:
+            async with aclosing(self.llm.generate(prompt, sampling, request_id, priority=ENCODE_PRIORITY)) as outputs:
+                async for _ in outputs:
+                    pass
+        except EngineDeadError as error:
+            raise EngineFailed("The engine of this shard has died.") from error
+        finally:
+            # Also after an abort: half a chunk must not stay in the worker's budget.
+            settled = asyncio.ensure_future(self._rpc("memshard_settle", [range_.id for range_ in captures]))
+            ranks = await asyncio.shield(settled)
+            done = set.intersection(*(set(rank) for rank in ranks))
+        return done
+
+    async def drop(self, ids: Sequence[ChunkId]) -> None:
+        """Forgets chunks on every rank."""
+        if ids:
+            await self._rpc("memshard_drop", list(ids))
+
+    async def stats(self) -> list[dict[str, int]]:
+        """Each rank's chunks, bytes and counters."""
+        return await self._rpc("memshard_stats")
+
+    async def check_health(self) -> None:
+        """Raises `EngineFailed` where the engine is dead."""
+        try:
+            await self.llm.check_health()
+        except EngineDeadError as error:
+            raise EngineFailed("The engine of this shard has died.") from error
+
+    def shutdown(self) -> None:
+        """Ends the engine's processes."""
+        self.llm.shutdown()
+
+    async def _rpc(self, method: str, *args: Any) -> list[Any]:
+        try:
+            answers: list[Any] = await self.llm.collective_rpc(method, timeout=RPC_TIMEOUT_S, args=args)
+        except EngineDeadError as error:
+            raise EngineFailed("The engine of this shard has died.") from error
+        return answers
+
+
+def replace_params(sampling: SamplingParams, load: Sequence[tuple[ChunkId, int]]) -> SamplingParams:
+    """`sampling` with a wish to load chunks, streaming only what is new."""
+    sampling = sampling.clone()
+    sampling.output_kind = RequestOutputKind.DELTA
+    if load:
+        sampling.extra_args = {**(sampling.extra_args or {}), "kv_transfer_params": transfer_params(load)}
+    return sampling

@@ -1,0 +1,118 @@
+"""The connector's half in the engine core: how many tokens a request need not prefill, and into which slots they go.
+
+vLLM asks in this order for each waiting request, possibly many times before it is scheduled, and again after every
+preemption: `matched_tokens` (pure), then `allocated` once blocks are there, then `step` once for the whole step.
+Nothing here may raise for one request's sake: an exception in a hook ends the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from connector.metadata import Capture, Load, StepMetadata, StepReport, Wishes
+
+
+@dataclass(slots=True)
+class _Known:
+    """A request that wants chunks loaded or captured, from its arrival to its end."""
+
+    wishes: Wishes
+    prompt_tokens: int
+    injected_tokens: int = 0  # of the last load
+    fallback: str | None = None  # why that load failed, if it did
+
+
+@dataclass(slots=True)
+class Scheduled:
+    """A request's part in one step: positions `start` up to `start + tokens` are computed, in these blocks."""
+
+    request_id: str
+    start: int
+    tokens: int
+    blocks: Sequence[int]
+
+
+@dataclass(slots=True)
+class SchedulerSide:
+    """`block_tokens` is the paged cache's block size."""
+
+    block_tokens: int
+    _known: dict[str, _Known] = field(default_factory=dict)
+    _loads: dict[str, Load] = field(default_factory=dict)  # allocated since the last step
+
+    def arrived(self, request_id: str, params: dict[str, Any] | None, prompt_tokens: int) -> None:
+        """A new request."""
+        wishes = Wishes.of(params)
+        if wishes.load or wishes.capture:
+            self._known[request_id] = _Known(wishes, prompt_tokens)
+
+    def matched_tokens(self, request_id: str, local_tokens: int) -> int:
+        """How many tokens behind the `local_tokens` of a prefix-cache hit come out of chunks.
+
+        Capped at the prompt less one token: with nothing left to compute there would be nothing to sample from, and
+        vLLM's synchronous path asserts it. A request whose load failed before is not tried again.
+        """
+        known = self._known.get(request_id)
+        if known is None or known.fallback is not None:
+            return 0
+        return max(0, min(known.wishes.load_tokens, known.prompt_tokens - 1) - local_tokens)
+
+    def allocated(self, request_id: str, blocks: Sequence[int], external_tokens: int) -> None:
+        """Blocks are there: the slots of `external_tokens` tokens that follow the local hit are fixed now."""
+        known = self._known.get(request_id)
+        if known is None:
+            return
+        known.injected_tokens = external_tokens
+        self._loads.pop(request_id, None)
+        if external_tokens == 0:
+            return
+        end = min(known.wishes.load_tokens, known.prompt_tokens - 1)
+        start = end - external_tokens
+        first, last = start // self.block_tokens, (end - 1) // self.block_tokens
+        self._loads[request_id] = Load(
+            request_id,
+            known.wishes.load,
+            skip=start,
+            slots=self._slots(blocks, start, end),
+            blocks=tuple(blocks[first : last + 1]),
+        )
+
+    def captures_anything(self, request_id: str) -> bool:
+        """Whether `step` needs to hear of this request."""
+        known = self._known.get(request_id)
+        return known is not None and bool(known.wishes.capture)
+
+    def step(self, scheduled: Iterable[Scheduled]) -> StepMetadata:
+        """What the worker has to load before this step's forward pass and to capture during it."""
+        meta = StepMetadata(loads=list(self._loads.values()))
+        self._loads.clear()
+        for part in scheduled:
+            for range_ in self._known[part.request_id].wishes.capture:
+                start = max(range_.start, part.start)
+                end = min(range_.start + range_.tokens, part.start + part.tokens)
+                if start < end:
+                    slots = self._slots(part.blocks, start, end)
+                    offset = start - range_.start
+                    meta.captures.append(Capture(range_.id, range_.start, range_.tokens, offset, slots))
+        return meta
+
+    def reported(self, report: StepReport) -> None:
+        """The worker's outcome of a step."""
+        for request_id, reason in report.failed.items():
+            if (known := self._known.get(request_id)) is not None:
+                known.injected_tokens = 0
+                known.fallback = reason
+
+    def finished(self, request_id: str) -> dict[str, Any] | None:
+        """The request ended in whatever way. What it is told: tokens injected, and why not, if not."""
+        self._loads.pop(request_id, None)
+        known = self._known.pop(request_id, None)
+        if known is None:
+            return None
+        return {"injected_tokens": known.injected_tokens, "fallback": known.fallback}
+
+    def _slots(self, blocks: Sequence[int], start: int, end: int) -> tuple[int, ...]:
+        size = self.block_tokens
+        return tuple(blocks[position // size] * size + position % size for position in range(start, end))

@@ -1,0 +1,85 @@
+"""The chunks that a worker holds, in bytes counted exactly. One store a worker process; it decides nothing.
+
+Which chunks to keep is decided in the shard's process (`ledger.py`); the store only refuses to go over its budget.
+A chunk becomes visible when all its tokens were captured, never before.
+
+Imports torch only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from connector.chunk import Chunk, ChunkId, KVShape
+
+
+class ChunkStore:
+    """Complete chunks by id, and those whose tokens are still arriving.
+
+    `budget_bytes` bounds both together.
+    """
+
+    def __init__(self, shape: KVShape, device: torch.device, budget_bytes: int) -> None:
+        self.shape = shape
+        self.device = device
+        self.budget_bytes = budget_bytes
+        self.bytes = 0
+        self._chunks: dict[ChunkId, Chunk] = {}
+        self._arriving: dict[ChunkId, tuple[Chunk, torch.Tensor]] = {}  # with a bool [tokens]: which came
+
+    def __len__(self) -> int:
+        return len(self._chunks)
+
+    def get(self, id_: ChunkId) -> Chunk | None:
+        """A complete chunk, or None."""
+        return self._chunks.get(id_)
+
+    def arriving(self, id_: ChunkId, tokens: int, position: int) -> torch.Tensor | None:
+        """Room `[tokens, layers, 2, kv_heads, head_dim]` for a chunk that is being captured.
+
+        None where the chunk is complete already or the budget leaves no room: then nothing is captured.
+        """
+        if id_ in self._chunks:
+            return None
+        if id_ not in self._arriving:
+            size = tokens * self.shape.token_bytes
+            if self.bytes + size > self.budget_bytes:
+                return None
+            shape = (tokens, self.shape.layers, 2, self.shape.kv_heads, self.shape.head_dim)
+            kv = torch.empty(shape, dtype=self.shape.dtype, device=self.device)
+            self._arriving[id_] = (Chunk(id_, position, kv), torch.zeros(tokens, dtype=torch.bool))
+            self.bytes += size
+        return self._arriving[id_][0].kv
+
+    def arrived(self, id_: ChunkId, rows: torch.Tensor) -> None:
+        """Marks tokens (int64 indices into the chunk) as captured in every layer; a complete chunk is published."""
+        chunk, came = self._arriving[id_]
+        came[rows] = True
+        if bool(came.all()):
+            del self._arriving[id_]
+            self._chunks[id_] = chunk
+
+    def settle(self, ids: Iterable[ChunkId]) -> set[ChunkId]:
+        """After a capture's request ended: drops what stayed incomplete, returns the ids that are complete."""
+        complete: set[ChunkId] = set()
+        for id_ in ids:
+            if id_ in self._chunks:
+                complete.add(id_)
+            elif (half := self._arriving.pop(id_, None)) is not None:
+                self.bytes -= half[0].tokens * self.shape.token_bytes
+        return complete
+
+    def drop(self, ids: Iterable[ChunkId]) -> None:
+        """Forgets chunks; unknown ids are ignored."""
+        for id_ in ids:
+            chunk = self._chunks.pop(id_, None)
+            if chunk is not None:
+                self.bytes -= chunk.tokens * self.shape.token_bytes
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError where the counted bytes are not the bytes held, or exceed the budget."""
+        chunks = [*self._chunks.values(), *(chunk for chunk, _ in self._arriving.values())]
+        held = sum(chunk.kv.numel() * chunk.kv.element_size() for chunk in chunks)
+        assert held == self.bytes <= self.budget_bytes, (held, self.bytes, self.budget_bytes)

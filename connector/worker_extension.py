@@ -1,0 +1,66 @@
+"""What the shard's process may ask of its workers: methods mixed into vLLM's worker class, called by `collective_rpc`.
+
+They run between engine steps, so each is short. Only ids, counts and reasons cross.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from vllm import _custom_ops as ops
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+from connector.memory_connector import MemoryConnector
+from connector.worker_side import WorkerSide
+
+
+class MemoryWorkerExtension:
+    """Mixed into vLLM's worker (`worker_extension_cls`)."""
+
+    model_runner: Any
+
+    def memshard_prepare(self) -> dict[str, Any]:
+        """Proves the model. Returns `refusal` (a reason, or None) and, if there is none, the rank's `token_bytes` and
+        a `digest` of its weights' shapes, dtype, rotation and a sample of their values."""
+        worker = _worker_side()
+        model = self.model_runner.get_model()
+        worker.prove(model, _rotate_by_op)
+        if worker.refusal is not None or worker.store is None or worker.rotation is None:
+            return {"refusal": worker.refusal or "its caches were never registered"}
+        digest = hashlib.blake2b(digest_size=16)
+        digest.update(repr((worker.store.shape, worker.rotation.neox)).encode())
+        digest.update(worker.rotation.frequencies.numpy().tobytes())
+        for name, weight in model.named_parameters():
+            sample = weight.detach().flatten()[:: max(1, weight.numel() // 64)].float().cpu()
+            digest.update(f"{name}{tuple(weight.shape)}{weight.dtype}".encode() + sample.numpy().tobytes())
+        return {"refusal": None, "token_bytes": worker.store.shape.token_bytes, "digest": digest.hexdigest()}
+
+    def memshard_settle(self, ids: list[Any]) -> list[Any]:
+        """Which captures are complete; the others are forgotten."""
+        return list(_worker_side().settle(ids))
+
+    def memshard_drop(self, ids: list[Any]) -> None:
+        """Forgets chunks."""
+        _worker_side().drop(ids)
+
+    def memshard_stats(self) -> dict[str, int]:
+        """Chunks and bytes held, and counters since the start."""
+        worker = _worker_side()
+        if worker.store is None:
+            return {"chunks": 0, "bytes": 0, **worker.counters}
+        worker.store.check_integrity()
+        return {"chunks": len(worker.store), "bytes": worker.store.bytes, **worker.counters}
+
+
+def _worker_side() -> WorkerSide:
+    connector = get_kv_transfer_group()
+    assert isinstance(connector, MemoryConnector)
+    return connector.worker
+
+
+def _rotate_by_op(keys: torch.Tensor, table: torch.Tensor, neox: bool) -> None:
+    """vLLM's own rotary kernel, which takes float32 here: three times faster than plain torch on a CPU core."""
+    positions = torch.arange(keys.shape[0], device=keys.device)
+    ops.rotary_embedding(positions, keys.view(keys.shape[0], -1), None, keys.shape[-1], table, neox)
