@@ -40,10 +40,7 @@ class ExactIndex:
 
         Raises ValueError for a wrong shape or a number that is not finite; then nothing was added.
         """
-        new = np.asarray(vectors, np.float32).reshape(len(ids), -1) if len(ids) else np.empty((0, self._dim))
-        if new.shape != (len(ids), self._dim):
-            raise ValueError(f"expected vectors of shape {(len(ids), self._dim)}, got {np.shape(vectors)}")
-        normalised = _normalised(new)
+        normalised = _normalised(_shaped(vectors, (len(ids), self._dim)))
         self._reserve(len(self) + len(ids))
         for id, vector in zip(ids, normalised, strict=True):
             row = self._row_of.get(id)
@@ -69,12 +66,15 @@ class ExactIndex:
         return True
 
     def search(self, vector: ArrayLike, k: int) -> list[tuple[FactId, float]]:
-        """The min(k, len) nearest of `vector` [dim], nearest first, as (id, cosine); equal ones oldest first."""
+        """The min(k, len) nearest of `vector` [dim], nearest first, as (id, cosine); equal ones oldest first.
+
+        Raises ValueError as `add` does.
+        """
         count = len(self)
         k = min(k, count)
         if k <= 0:
             return []
-        query = _normalised(np.asarray(vector, np.float32).reshape(1, self._dim))[0]
+        query = _normalised(_shaped(vector, (self._dim,))[np.newaxis])[0]
         rough = self._rows[:count] @ query
         kth = np.partition(rough, count - k)[count - k]
         shortlist = np.flatnonzero(rough >= kth - SCORE_NOISE)
@@ -92,6 +92,13 @@ class ExactIndex:
             self._ages = np.empty(capacity, np.int64)
             self._rows[: len(rows)] = rows
             self._ages[: len(ages)] = ages
+
+
+def _shaped(vectors: ArrayLike, shape: tuple[int, ...]) -> Float32:
+    array = np.asarray(vectors, np.float32)
+    if array.shape != shape:
+        raise ValueError(f"expected float32 of shape {shape}, got {array.shape}")
+    return array
 
 
 def _normalised(vectors: NDArray[np.floating]) -> Float32:
