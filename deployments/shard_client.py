@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from deployments.messages import (
@@ -32,100 +31,92 @@ from sharding.ids import ShardId
 class Shards(Protocol):
     """The methods of a shard replica, each called on the shard that is named.
 
-    All raise members of the error tree only; ShardGone, Busy and DeadlineExceeded come from the way there.
+    `deadline_s` is the time left for the whole call, a chat's last token included. All raise members of the error
+    tree only; ShardGone, Busy and DeadlineExceeded may come from the way there.
     """
 
-    def chat(self, shard: ShardId, call: ChatCall) -> AsyncGenerator[ChatEvent, None]: ...
+    def chat(self, shard: ShardId, call: ChatCall, deadline_s: float) -> AsyncGenerator[ChatEvent, None]:
+        """The shard's events as they come. Closing the generator early aborts the generation in the shard."""
 
-    async def add(self, shard: ShardId, call: AddCall) -> tuple[AddedFact, ...]: ...
+    async def add(self, shard: ShardId, call: AddCall, deadline_s: float) -> tuple[AddedFact, ...]:
+        """Store facts; they are durable when this returns."""
 
-    async def list_facts(self, shard: ShardId, call: ListCall) -> FactPage: ...
+    async def list_facts(self, shard: ShardId, call: ListCall, deadline_s: float) -> FactPage:
+        """One page of a user's facts."""
 
-    async def get_fact(self, shard: ShardId, call: FactCall) -> FactView: ...
+    async def get_fact(self, shard: ShardId, call: FactCall, deadline_s: float) -> FactView:
+        """One fact; raises NotFound."""
 
-    async def delete_fact(self, shard: ShardId, call: FactCall) -> None: ...
+    async def delete_fact(self, shard: ShardId, call: FactCall, deadline_s: float) -> None:
+        """Delete one fact; raises NotFound."""
 
-    async def forget(self, shard: ShardId, call: ForgetCall) -> int: ...
+    async def forget(self, shard: ShardId, call: ForgetCall, deadline_s: float) -> int:
+        """Delete all of a user's facts; returns how many there were."""
 
-    async def status(self, shard: ShardId) -> ShardStatus: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Deadlines:
-    """Seconds that a call may take."""
-
-    call_s: float = 60.0  # a whole call that is not a chat
-    first_event_s: float = 60.0  # from sending a chat to its first token
-    next_event_s: float = 30.0  # between two events of a chat
-    status_s: float = 2.0
+    async def status(self, shard: ShardId, deadline_s: float) -> ShardStatus:
+        """What the shard says of itself now."""
 
 
-class ShardClient:
-    """`Shards` over the shard deployment's handle, whose router is `PinnedRouter`."""
+class ShardClient(Shards):
+    """`Shards` over the shard deployment's handle, whose router is `PinnedRouter`.
 
-    def __init__(self, handle: Any, deadlines: Deadlines) -> None:
+    A shard may raise its errors or return them as values (an expected error that is raised makes Ray write a
+    traceback into the shard's log); both leave here as exceptions.
+    """
+
+    def __init__(self, handle: Any) -> None:
         """`handle`: ray.serve.handle.DeploymentHandle of the shard deployment."""
         self._handle = handle
-        self._deadlines = deadlines
 
-    async def chat(self, shard: ShardId, call: ChatCall) -> AsyncGenerator[ChatEvent, None]:
-        """The shard's events as they come. Closing the generator early aborts the generation in the shard."""
+    async def chat(self, shard: ShardId, call: ChatCall, deadline_s: float) -> AsyncGenerator[ChatEvent, None]:
         response = self._handle.options(session_id=shard, method_name="chat", stream=True).remote(call)
-        wait_s = self._deadlines.first_event_s
+        ends_at = asyncio.get_running_loop().time() + deadline_s
         finished = False
         try:
             while True:
                 try:
-                    async with asyncio.timeout(wait_s):
-                        event = await anext(response)
+                    async with asyncio.timeout_at(ends_at):
+                        event = _value(await anext(response))
                 except StopAsyncIteration:
                     finished = True
                     return
                 except Exception as error:
-                    raise _translated(error, shard, wait_s) from error
+                    raise _translated(error, shard) from error
                 except asyncio.CancelledError as cancelled:
                     raise _cancelled_elsewhere(shard) from cancelled
                 yield event
-                wait_s = self._deadlines.next_event_s
         finally:
             if not finished:
                 _abort(response)
 
-    async def add(self, shard: ShardId, call: AddCall) -> tuple[AddedFact, ...]:
-        """Store facts; they are durable when this returns."""
-        return await self._call(shard, "add", call)  # type: ignore[no-any-return]
+    async def add(self, shard: ShardId, call: AddCall, deadline_s: float) -> tuple[AddedFact, ...]:
+        return await self._call(shard, "add", deadline_s, call)  # type: ignore[no-any-return]
 
-    async def list_facts(self, shard: ShardId, call: ListCall) -> FactPage:
-        """One page of a user's facts."""
-        return await self._call(shard, "list_facts", call)  # type: ignore[no-any-return]
+    async def list_facts(self, shard: ShardId, call: ListCall, deadline_s: float) -> FactPage:
+        return await self._call(shard, "list_facts", deadline_s, call)  # type: ignore[no-any-return]
 
-    async def get_fact(self, shard: ShardId, call: FactCall) -> FactView:
-        """One fact; raises NotFound."""
-        return await self._call(shard, "get_fact", call)  # type: ignore[no-any-return]
+    async def get_fact(self, shard: ShardId, call: FactCall, deadline_s: float) -> FactView:
+        return await self._call(shard, "get_fact", deadline_s, call)  # type: ignore[no-any-return]
 
-    async def delete_fact(self, shard: ShardId, call: FactCall) -> None:
-        """Delete one fact; raises NotFound."""
-        await self._call(shard, "delete_fact", call)
+    async def delete_fact(self, shard: ShardId, call: FactCall, deadline_s: float) -> None:
+        await self._call(shard, "delete_fact", deadline_s, call)
 
-    async def forget(self, shard: ShardId, call: ForgetCall) -> int:
-        """Delete all of a user's facts; returns how many there were."""
-        return await self._call(shard, "forget", call)  # type: ignore[no-any-return]
+    async def forget(self, shard: ShardId, call: ForgetCall, deadline_s: float) -> int:
+        return await self._call(shard, "forget", deadline_s, call)  # type: ignore[no-any-return]
 
-    async def status(self, shard: ShardId) -> ShardStatus:
-        """What the shard says of itself now."""
-        return await self._call(shard, "status", deadline_s=self._deadlines.status_s)  # type: ignore[no-any-return]
+    async def status(self, shard: ShardId, deadline_s: float) -> ShardStatus:
+        return await self._call(shard, "status", deadline_s)  # type: ignore[no-any-return]
 
-    async def _call(self, shard: ShardId, method: str, *args: object, deadline_s: float | None = None) -> Any:
-        wait_s = self._deadlines.call_s if deadline_s is None else deadline_s
+    async def _call(self, shard: ShardId, method: str, deadline_s: float, *args: object) -> Any:
         response = self._handle.options(session_id=shard, method_name=method, stream=False).remote(*args)
         finished = False
         try:
-            async with asyncio.timeout(wait_s):
+            async with asyncio.timeout(deadline_s):
                 result = await response
             finished = True
-            return result
+            return _value(result)
         except Exception as error:
-            raise _translated(error, shard, wait_s) from error
+            raise _translated(error, shard) from error
         except asyncio.CancelledError as cancelled:
             raise _cancelled_elsewhere(shard) from cancelled
         finally:
@@ -133,14 +124,20 @@ class ShardClient:
                 _abort(response)
 
 
+def _value(result: Any) -> Any:
+    if isinstance(result, MemshardError):
+        raise result
+    return result
+
+
 def _abort(response: Any) -> None:
     with contextlib.suppress(Exception):  # cancel() raises the call's own error where it has failed already
         response.cancel()
 
 
-def _translated(error: Exception, shard: ShardId, wait_s: float) -> MemshardError:
-    if isinstance(error, TimeoutError) and not isinstance(error, MemshardError):
-        return DeadlineExceeded(f"The shard did not answer within {wait_s:g} s.", shard=shard)
+def _translated(error: Exception, shard: ShardId) -> MemshardError:
+    if isinstance(error, TimeoutError):
+        return DeadlineExceeded("The request took longer than it may.", shard=shard)
     return as_memshard_error(error, shard)
 
 

@@ -1,0 +1,78 @@
+"""JSON bodies and query parameters into typed values, or one sentence that names what is wrong.
+
+Bodies are parsed here and not by FastAPI, whatever their Content-Type: so that malformed JSON, invalid UTF-8, lone
+surrogates and wrong types all end in the same `InvalidRequest`, and never echo what the client sent.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from fastapi import Request
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from sharding.errors import InvalidRequest
+from sharding.ids import UserId
+
+M = TypeVar("M", bound=BaseModel)
+
+MAX_USER_ID_CHARS = 256
+
+
+def parse_body(model: type[M], body: bytes) -> M:
+    """`body` as `model`. Raises InvalidRequest."""
+    try:
+        return model.model_validate_json(body)
+    except ValidationError as error:
+        raise _first_problem(error.errors(include_url=False, include_input=False)[0]) from None
+
+
+def as_user_id(value: str, field: str) -> UserId:
+    """A user id as clients may spell it. Raises InvalidRequest that names `field`."""
+    if not value.strip():
+        raise InvalidRequest(f"'{field}' must not be blank.", field=field)
+    if len(value) > MAX_USER_ID_CHARS:
+        raise InvalidRequest(f"'{field}' is longer than {MAX_USER_ID_CHARS} characters.", field=field)
+    if "\ufffd" in value:  # what invalid bytes decode to: two broken ids must not become one user
+        raise InvalidRequest(f"'{field}' is not valid UTF-8.", field=field)
+    return UserId(value)
+
+
+def query_user_id(request: Request) -> UserId:
+    """The query parameter `user_id`, which has to be there, once. Raises InvalidRequest."""
+    values = request.query_params.getlist("user_id")
+    if len(values) != 1:
+        raise InvalidRequest("The query parameter 'user_id' is required, once.", field="user_id")
+    return as_user_id(values[0], "user_id")
+
+
+def query_int(request: Request, name: str, default: int, limit: int) -> int:
+    """A whole number from 1 to `limit` out of the query. Raises InvalidRequest."""
+    text = request.query_params.get(name)
+    if text is None:
+        return default
+    if not (text.isascii() and text.isdecimal() and len(text) < 10 and 1 <= int(text) <= limit):
+        raise InvalidRequest(f"'{name}' must be a whole number from 1 to {limit}.", field=name)
+    return int(text)
+
+
+def _first_problem(problem: ErrorDetails) -> InvalidRequest:
+    field = _spelled(problem["loc"])
+    kind, reason = problem["type"], problem["msg"].removeprefix("Value error, ")
+    if kind == "json_invalid":
+        return InvalidRequest(f"The body is not valid JSON: {reason.removeprefix('Invalid JSON: ')}.", field="body")
+    if not field:
+        return InvalidRequest("The body must be a JSON object.", field="body")
+    if kind == "missing":
+        return InvalidRequest(f"'{field}' is required.", field=field)
+    if kind == "extra_forbidden":
+        return InvalidRequest(f"'{field}' is not a known field.", field=field)
+    if kind == "value_error":  # our own validators speak in predicates
+        return InvalidRequest(f"'{field}' {reason}.", field=field)
+    return InvalidRequest(f"'{field}' is not valid: {reason[0].lower()}{reason[1:]}.", field=field)
+
+
+def _spelled(loc: tuple[int | str, ...]) -> str:
+    """`("messages", 0, "content")` as `messages[0].content`."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).removeprefix(".")

@@ -1,0 +1,152 @@
+"""POST /v1/chat/completions and the models: from an OpenAI body to the owner's events, and back.
+
+Nothing is sent before the shard's first event, which comes with the first token: an error until then has its own
+status, and the shard may still be replaced by another. After that an error is one last `data: {"error": …}`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from deployments.bodies import parse_body
+from deployments.http_errors import error_body, internal_error_body
+from deployments.messages import ChatCall, ChatDelta, ChatEvent, ChatFinished, ChatStarted
+from deployments.openai_api import ChatRequest, memory_object, model_object, usage
+from deployments.owner_calls import OwnerCalls
+from deployments.settings import GatewaySettings
+from deployments.sse import DONE, EventStream, event
+from sharding.errors import EngineFailed, InvalidRequest, MemshardError, NotFound
+
+log = logging.getLogger(__name__)
+
+JSONObject = dict[str, Any]
+E = TypeVar("E", ChatStarted, ChatDelta)
+
+
+def chat_routes(calls: OwnerCalls, settings: GatewaySettings) -> APIRouter:
+    """The routes; every answer comes from the caller's shard through `calls`."""
+    routes = APIRouter()
+    created = int(time.time())
+
+    @routes.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        body = parse_body(ChatRequest, await request.body())
+        _check_model(body.model, settings)
+        body.refuse_unsupported()
+        user = body.caller(_header_user_id(request))
+        call = body.to_call(uuid.uuid4().hex, user, settings.default_top_k, settings.max_top_k)
+        events = calls.chat(user, call)
+        frame = _Frame(call, settings.model)
+        if not body.stream:
+            return JSONResponse(await _completion(events, frame))
+        include_usage = body.stream_options is not None and body.stream_options.include_usage
+        started = _expect(ChatStarted, await anext(events, None))
+        return EventStream(_stream(started, events, frame, include_usage, request.state.request_id))
+
+    @routes.get("/v1/models")
+    async def list_models() -> JSONObject:
+        return {"object": "list", "data": [model_object(settings.model, created)]}
+
+    @routes.get("/v1/models/{model:path}")
+    async def get_model(model: str) -> JSONObject:
+        _check_model(model, settings)
+        return model_object(settings.model, created)
+
+    return routes
+
+
+class _Frame:
+    """The fields that all chunks of one answer share."""
+
+    def __init__(self, call: ChatCall, model: str) -> None:
+        self._head = {"id": f"chatcmpl-{call.request_id}", "created": int(time.time()), "model": model}
+
+    def completion(self, **fields: Any) -> JSONObject:
+        return {**self._head, "object": "chat.completion", "system_fingerprint": None, **fields}
+
+    def chunk(self, delta: JSONObject, finish_reason: str | None = None, **fields: Any) -> JSONObject:
+        choice = {"index": 0, "delta": delta, "finish_reason": finish_reason, "logprobs": None}
+        return {**self._head, "object": "chat.completion.chunk", "choices": [choice], **fields}
+
+    def usage_chunk(self, counts: JSONObject) -> JSONObject:
+        return {**self._head, "object": "chat.completion.chunk", "choices": [], "usage": counts}
+
+
+async def _completion(events: AsyncGenerator[ChatEvent, None], frame: _Frame) -> JSONObject:
+    """The whole answer as one object."""
+    async with aclosing(events):
+        started = _expect(ChatStarted, await anext(events, None))
+        texts: list[str] = []
+        async for piece in events:
+            if isinstance(piece, ChatFinished):
+                message = {"role": "assistant", "content": "".join(texts), "refusal": None}
+                choice = {"index": 0, "message": message, "finish_reason": piece.finish_reason, "logprobs": None}
+                counts = usage(started, piece)
+                return frame.completion(choices=[choice], usage=counts, memory=memory_object(started.memory))
+            texts.append(_expect(ChatDelta, piece).text)
+    raise _cut_short()
+
+
+async def _stream(
+    started: ChatStarted,
+    events: AsyncGenerator[ChatEvent, None],
+    frame: _Frame,
+    include_usage: bool,
+    request_id: str,
+) -> AsyncGenerator[bytes, None]:
+    """The answer as OpenAI's chunks; an error ends it as one last event."""
+    no_usage = {"usage": None} if include_usage else {}
+    try:
+        async with aclosing(events):
+            role = {"role": "assistant", "content": ""}
+            yield event(frame.chunk(role, memory=memory_object(started.memory), **no_usage))
+            finished = None
+            async for piece in events:
+                if isinstance(piece, ChatFinished):
+                    finished = piece
+                    break
+                yield event(frame.chunk({"content": _expect(ChatDelta, piece).text}, **no_usage))
+        if finished is None:
+            raise _cut_short()
+        yield event(frame.chunk({}, finished.finish_reason, **no_usage))
+        if include_usage:
+            yield event(frame.usage_chunk(usage(started, finished)))
+        yield DONE
+    except MemshardError as error:
+        log.warning("request %s ended in its stream: %s", request_id, error)
+        yield event(error_body(error))
+    except Exception:  # the edge: the status is sent already, an error has to be an event
+        log.exception("request %s failed in its stream", request_id)
+        yield event(internal_error_body(request_id))
+
+
+def _check_model(model: str, settings: GatewaySettings) -> None:
+    if model != settings.model:
+        message = f"The model '{model[:200]}' does not exist; this server has '{settings.model}'."
+        raise NotFound(message, field="model", code="model_not_found")
+
+
+def _header_user_id(request: Request) -> str | None:
+    raw = next((value for name, value in request.headers.raw if name == b"x-user-id"), None)
+    try:
+        return None if raw is None else raw.decode()
+    except UnicodeDecodeError:
+        raise InvalidRequest("'x-user-id' is not valid UTF-8.", field="x-user-id") from None
+
+
+def _expect(kind: type[E], got: ChatEvent | None) -> E:
+    if not isinstance(got, kind):
+        raise _cut_short()
+    return got
+
+
+def _cut_short() -> EngineFailed:
+    return EngineFailed("The shard ended its answer too early.")

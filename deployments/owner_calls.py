@@ -1,0 +1,82 @@
+"""Calls to the shard that owns a user, with the one retry that makes stale placements invisible to clients.
+
+`WrongShard` and `ShardGone` mean "not there": before a chat's first event, and for every other call (all of them
+may be repeated: adding a fact twice is one fact), the directory is asked again and the call is sent once more.
+After the first token nothing is retried. A second failure is `Unavailable`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import replace
+from typing import TypeVar
+
+from deployments.messages import ChatCall, ChatEvent
+from deployments.owners import Owners
+from deployments.shard_client import Shards
+from sharding.errors import DeadlineExceeded, ShardGone, Unavailable, WrongShard
+from sharding.ids import Placement, UserId
+
+T = TypeVar("T")
+
+ATTEMPTS = 2
+
+
+class OwnerCalls:
+    """Sends calls to owners. `deadline_s`: the longest that a request may take in all, retry included."""
+
+    def __init__(self, shards: Shards, owners: Owners, deadline_s: float) -> None:
+        self._shards = shards
+        self._owners = owners
+        self._deadline_s = deadline_s
+
+    async def call(self, user: UserId, hop: Callable[[Placement, float], Awaitable[T]]) -> T:
+        """`hop(placement, deadline_s)` sends one call to `placement.shard` and returns its answer."""
+        left_s = self._countdown()
+        for _ in range(ATTEMPTS):
+            placement = await self._owners.owner(user)
+            try:
+                return await hop(placement, left_s())
+            except (WrongShard, ShardGone) as error:
+                self._owners.distrust(placement.shard, user, error)
+                failure = error
+        raise _unavailable() from failure
+
+    async def chat(self, user: UserId | None, call: ChatCall) -> AsyncGenerator[ChatEvent, None]:
+        """The events of `call`, whose placement is filled in here; None for a caller without identity."""
+        left_s = self._countdown()
+        for _ in range(ATTEMPTS):
+            placement = await self._owners.owner(user) if user is not None else None
+            shard = placement.shard if placement is not None else await self._owners.any_shard()
+            started = False
+            try:
+                events = self._shards.chat(shard, replace(call, placement=placement), left_s())
+                async with aclosing(events):
+                    async for event in events:
+                        started = True
+                        yield event
+                return
+            except (WrongShard, ShardGone) as error:
+                self._owners.distrust(shard, user, error)
+                failure = error
+                if started:
+                    raise Unavailable("The shard was lost while it answered; send the request again.") from error
+        raise _unavailable() from failure
+
+    def _countdown(self) -> Callable[[], float]:
+        """A function that returns the seconds left; raises DeadlineExceeded when there are none."""
+        now = asyncio.get_running_loop().time
+        ends_at = now() + self._deadline_s
+
+        def left_s() -> float:
+            if (left := ends_at - now()) <= 0:
+                raise DeadlineExceeded("The request took longer than it may.")
+            return left
+
+        return left_s
+
+
+def _unavailable() -> Unavailable:
+    return Unavailable("The shard that holds this memory is being replaced; send the request again shortly.")

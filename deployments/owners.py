@@ -1,0 +1,126 @@
+"""Which shard a request goes to: the user's owner, or any shard for a caller without identity.
+
+    a placement in the cache                 -> that; no round trip, also while Redis is away
+    a placement in the directory, owner alive -> that, and into the cache
+    none, or its owner is gone               -> the policy picks a live shard, the directory decides who wins
+
+A cached placement may be stale; the shard finds that out (`WrongShard`) and `owner_calls.py` asks again here. What
+"gone" means: no heartbeat in Redis, or Ray said for certain that the replica ended (`ShardGone`, `certain=True`),
+which is known seconds before the heartbeat runs out. A shard that merely cannot be reached keeps its users.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from sharding.directory import PlacementCache
+from sharding.errors import RetryableError, ShardGone, Unavailable
+from sharding.ids import Placement, ShardId, UserId
+from sharding.placement import ShardReport
+
+
+class PlacementDirectory(Protocol):
+    """What the gateway needs of `sharding.directory.Directory`; each raises Unavailable where Redis is away."""
+
+    async def lookup(self, user: UserId) -> Placement | None: ...
+
+    async def claim(self, user: UserId, shard: ShardId, expected: Placement | None) -> Placement: ...
+
+    async def shards(self) -> dict[ShardId, ShardReport]: ...
+
+
+class Policy(Protocol):
+    """Picks a shard for a user without a live owner; raises Unavailable where none is ready."""
+
+    def choose(self, reports: Iterable[ShardReport]) -> ShardId: ...
+
+
+class Owners:
+    """Resolves users to placements. One per gateway process, on one event loop."""
+
+    def __init__(
+        self,
+        directory: PlacementDirectory,
+        policy: Policy,
+        cache: PlacementCache,
+        reports_ttl_s: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`reports_ttl_s`: how long heartbeats read from Redis are believed (and a failure to read them)."""
+        self._directory = directory
+        self._policy = policy
+        self._cache = cache
+        self._reports_ttl_s = reports_ttl_s
+        self._clock = clock
+        self._reports: dict[ShardId, ShardReport] = {}
+        self._read_at = -math.inf
+        self._failure = Unavailable("The shards are not known yet.")
+        self._failed_at = -math.inf
+        self._reading = asyncio.Lock()
+        self._gone: set[ShardId] = set()  # certainly ended; replica ids are never reused
+        self._turn = itertools.count()
+
+    async def owner(self, user: UserId) -> Placement:
+        """The placement to send this user's request to. Raises Unavailable."""
+        cached = self._cache.get(user)
+        if cached is not None and cached.shard not in self._gone:
+            return cached
+        placement = await self._directory.lookup(user)
+        if placement is None or not await self._is_alive(placement.shard):
+            target = self._policy.choose((await self.live()).values())
+            placement = await self._directory.claim(user, target, placement)
+        self._cache.put(placement)
+        return placement
+
+    async def any_shard(self) -> ShardId:
+        """A ready shard, in turns, for a caller without memory. Raises Unavailable.
+
+        While Redis is away, the shards that it named last are used.
+        """
+        try:
+            reports = await self.live()
+        except Unavailable:
+            reports = self._without_gone()
+        ready = sorted(shard for shard, report in reports.items() if report.ready)
+        if not ready:
+            raise Unavailable("No shard is ready to answer; retry when one has started.", retry_after_s=2.0)
+        return ready[next(self._turn) % len(ready)]
+
+    async def live(self, newest: bool = False) -> dict[ShardId, ShardReport]:
+        """The live shards' last reports, at most `reports_ttl_s` old; `newest` asks Redis now. Raises Unavailable."""
+        since = self._clock() - (0.0 if newest else self._reports_ttl_s)
+        async with self._reading:  # those who waited share what the first one got, or its failure
+            if self._read_at < since:
+                if self._failed_at >= since:
+                    raise Unavailable(self._failure.message, **self._failure.details)
+                await self._read_reports()
+        return self._without_gone()
+
+    async def _read_reports(self) -> None:
+        try:
+            self._reports = await self._directory.shards()
+        except Unavailable as error:
+            self._failure, self._failed_at = error, self._clock()
+            raise
+        self._read_at = self._clock()
+
+    def distrust(self, shard: ShardId, user: UserId | None, error: RetryableError) -> None:
+        """A call that went to `shard` because of what is cached here failed with WrongShard or ShardGone."""
+        if user is not None:
+            self._cache.forget(user)
+        if isinstance(error, ShardGone):
+            self._cache.forget_shard(shard)
+            if error.details.get("certain"):
+                self._gone.add(shard)
+
+    async def _is_alive(self, shard: ShardId) -> bool:
+        """Whether the shard has a heartbeat; a shard missing from old reports may be newer than they are."""
+        return shard in await self.live() or shard in await self.live(newest=True)
+
+    def _without_gone(self) -> dict[ShardId, ShardReport]:
+        return {shard: report for shard, report in self._reports.items() if shard not in self._gone}
