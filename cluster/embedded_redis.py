@@ -78,6 +78,11 @@ class EmbeddedRedis:
         self.stop()
         raise StartupError(f"The embedded Redis did not start: {_last_line(self._directory / 'redis.log')}")
 
+    def revive(self) -> None:
+        """Start the server again, at the same address, where it has ended without being stopped."""
+        if self._process.poll() is not None:
+            self._process = _spawn(self._directory, self._port, self._lock)
+
     def stop(self) -> None:
         """Shut the server down (it syncs its file first) and let go of the directory. Idempotent."""
         if self._process.poll() is None:

@@ -120,6 +120,12 @@ class Settings(BaseSettings):
             )
         return self
 
+    @property
+    def base_url(self) -> str:
+        """The gateway's address as a client on this machine spells it."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self.host, self.host)
+        return f"http://{host}:{self.port}"
+
     @classmethod
     def from_environment(cls, **overrides: Any) -> Settings:
         """Read the environment; `overrides` that are not None win over it.

@@ -1,0 +1,127 @@
+"""The `memshard` command. Every expected failure is one line on stderr and exit status 1.
+
+Commands of other packages join through the entry point group `memshard.commands` (a name and a typer app); they are
+imported when named, as is everything heavy, so that `memshard --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from typer.core import TyperGroup
+from typer.main import get_command
+
+from cluster.settings import Settings
+from sharding.errors import MemshardError
+
+COMMANDS = "memshard.commands"
+FAILED = 1
+
+
+class CommandsOfPackages(TyperGroup):
+    """Our own commands, and those that installed packages register. One whose package is absent is not there."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*super().list_commands(ctx), *(name for name in _registered() if name not in self.commands)]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in self.commands and (point := _registered().get(cmd_name)) is not None:
+            self.add_command(get_command(point.load()), cmd_name)
+        return super().get_command(ctx, cmd_name)
+
+
+app = typer.Typer(
+    cls=CommandsOfPackages,
+    help="Serve an LLM that remembers each user, without prefilling what it remembers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Url = Annotated[str | None, typer.Option("--url", help="Address of the gateway; by default that of the settings.")]
+StateDir = Annotated[Path | None, typer.Option(help="Directory of models, embedded Redis and logs.")]
+Model = Annotated[Path | None, typer.Option(help="Directory of the language model; by default the packaged one.")]
+
+
+@app.command()
+def serve(
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(help="TCP port to listen on.")] = None,
+    shards: Annotated[int | None, typer.Option(help="Number of shard replicas.")] = None,
+    model: Model = None,
+    redis_url: Annotated[str | None, typer.Option(help="A Redis to use instead of the embedded one.")] = None,
+    state_dir: StateDir = None,
+) -> None:
+    """Serve on this machine until Ctrl-C. Options win over the MEMSHARD_* variables of the environment."""
+    settings = Settings.from_environment(
+        host=host, port=port, shards=shards, model=model, redis_url=redis_url, state_dir=state_dir
+    )
+    from cluster.processes import INTERRUPTED
+    from cluster.serve import run
+
+    console = Console()
+    try:
+        run(settings, console)
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+    finally:
+        console.show_cursor()
+    console.print("Stopped")
+
+
+@app.command()
+def prepare(state_dir: StateDir = None) -> None:
+    """Prepare the packaged language model (once) and print where it is."""
+    from cluster.models import prepare_language_model
+
+    console = Console()
+    path = prepare_language_model(Settings.from_environment(state_dir=state_dir), console.print)
+    console.print(str(path), soft_wrap=True, highlight=False)
+
+
+@app.command()
+def status(url: Url = None) -> None:
+    """Show the shards of a running server: users, facts, bytes by tier, load."""
+    from cluster.status import show
+
+    show(_address(url), Console())
+
+
+@app.command()
+def demo(url: Url = None) -> None:
+    """Tell a running server about two people, ask about them, and time the answers with and without injection."""
+    from cluster.demo import play
+
+    play(_address(url), Console())
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    try:
+        app()
+    except MemshardError as error:
+        Console(stderr=True).print(f"memshard: {error.message}", soft_wrap=True, markup=False, highlight=False)
+        raise SystemExit(FAILED) from None
+
+
+def _address(url: str | None) -> str:
+    if url is not None:
+        return url.rstrip("/")
+    return Settings.from_environment().base_url
+
+
+def _registered() -> dict[str, EntryPoint]:
+    """Commands of installed packages by name, without importing the modules that hold them."""
+    return {point.name: point for point in entry_points(group=COMMANDS) if _exists(point.module)}
+
+
+def _exists(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # not even the package around it
+        return False

@@ -1,0 +1,67 @@
+"""`memshard status`: what each shard says of itself, as a table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
+
+from cluster.client import gateway
+
+COLUMNS = {
+    "users": "users",
+    "facts": "facts",
+    "chunks": "chunks",
+    "in flight": "requests_in_flight",
+    "to encode": "encode_backlog",
+}
+"""Heading of each count, and its field in `ShardStatus` (deployments/messages.py)."""
+
+
+def show(url: str, console: Console) -> None:
+    """Print the shards of the server at `url`. Raises what `client.gateway` raises."""
+    with gateway(url) as client:
+        answer = client.get("/status")
+        answer.raise_for_status()
+    console.print(table(answer.json()))
+
+
+def table(status: dict[str, Any]) -> Table:
+    """One row a shard, out of the answer to GET /status; where there are several, a last row with the sums."""
+    shards: list[dict[str, Any]] = status["shards"]
+    drawn = Table(title=f"{status['model']}: {len(shards)} of {status['expected']} shards", show_footer=len(shards) > 1)
+    drawn.add_column("shard", footer="all", overflow="fold")
+    drawn.add_column("state")
+    for heading, field in COLUMNS.items():
+        drawn.add_column(heading, justify="right", footer=str(sum(shard.get(field, 0) for shard in shards)))
+    tiers = list(dict.fromkeys(name for shard in shards for name in _tiers(shard)))
+    for tier in tiers:
+        held, budget = (
+            sum(parts) for parts in zip(*(_tiers(shard).get(tier, (0, 0)) for shard in shards), strict=True)
+        )
+        drawn.add_column(f"{tier} bytes", justify="right", footer=_bytes(held, budget))
+    for shard in sorted(shards, key=lambda shard: str(shard["shard"])):
+        drawn.add_row(
+            str(shard["shard"]),
+            _state(shard),
+            *(str(shard.get(field, "?")) for field in COLUMNS.values()),
+            *(_bytes(*_tiers(shard).get(tier, (0, 0))) for tier in tiers),
+        )
+    return drawn
+
+
+def _state(shard: dict[str, Any]) -> str:
+    if not shard.get("reachable", True):
+        return "silent"
+    return "ready" if shard.get("ready") else "starting"
+
+
+def _tiers(shard: dict[str, Any]) -> dict[str, tuple[int, int]]:
+    """Bytes held and budget in bytes, by tier."""
+    return {name: (held, budget) for name, held, budget in shard.get("tiers", ())}
+
+
+def _bytes(held: int, budget: int) -> str:
+    return f"{decimal(held)} of {decimal(budget)}"
