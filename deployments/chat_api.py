@@ -90,7 +90,7 @@ async def _completion(events: AsyncGenerator[ChatEvent, None], frame: _Frame) ->
                 message = {"role": "assistant", "content": "".join(texts), "refusal": None}
                 choice = {"index": 0, "message": message, "finish_reason": piece.finish_reason, "logprobs": None}
                 counts = usage(started, piece)
-                return frame.completion(choices=[choice], usage=counts, memory=memory_object(started.memory))
+                return frame.completion(choices=[choice], usage=counts, memory=memory_object(piece.memory))
             texts.append(_expect(ChatDelta, piece).text)
     raise _cut_short()
 
@@ -102,7 +102,10 @@ async def _stream(
     include_usage: bool,
     request_id: str,
 ) -> AsyncGenerator[bytes, None]:
-    """The answer as OpenAI's chunks; an error ends it as one last event."""
+    """The answer as OpenAI's chunks; an error ends it as one last event.
+
+    `memory` stands on the first chunk as it was planned, and on the one with the finish reason as it turned out.
+    """
     no_usage = {"usage": None} if include_usage else {}
     try:
         async with aclosing(events):
@@ -116,7 +119,7 @@ async def _stream(
                 yield event(frame.chunk({"content": _expect(ChatDelta, piece).text}, **no_usage))
         if finished is None:
             raise _cut_short()
-        yield event(frame.chunk({}, finished.finish_reason, **no_usage))
+        yield event(frame.chunk({}, finished.finish_reason, memory=memory_object(finished.memory), **no_usage))
         if include_usage:
             yield event(frame.usage_chunk(usage(started, finished)))
         yield DONE

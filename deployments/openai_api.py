@@ -172,7 +172,7 @@ def text_of(content: object) -> str:
 
 def usage(started: ChatStarted, finished: ChatFinished) -> JSONObject:
     """Token counts as OpenAI reports them: what memory injected or a prefix cache held counts as cached."""
-    cached = started.memory.injected_tokens + started.memory.prefix_cached_tokens
+    cached = finished.memory.injected_tokens + finished.memory.prefix_cached_tokens
     return {
         "prompt_tokens": started.prompt_tokens,
         "completion_tokens": finished.completion_tokens,
@@ -189,6 +189,7 @@ def memory_object(use: MemoryUse) -> JSONObject:
         "memory_tokens": use.memory_tokens,
         "injected_tokens": use.injected_tokens,
         "prefix_cached_tokens": use.prefix_cached_tokens,
+        "fallback": use.fallback,
         "left_out": use.left_out,
         "timings": {"embed_s": use.embed_s, "search_s": use.search_s, "engine_ttft_s": use.engine_ttft_s},
     }
