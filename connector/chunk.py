@@ -26,7 +26,7 @@ ChunkRef = tuple[ChunkId, int]
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """The keys and values of one token on one worker: `layers` × (K, V) × `kv_heads` (the rank's own) × `head_dim`."""
+    """The keys and values of one token on one worker: `layers` times K and V of `kv_heads` (its own) times `head_dim`."""
 
     layers: int
     kv_heads: int
@@ -36,7 +36,7 @@ class KVShape:
     @property
     def token_bytes(self) -> int:
         """Bytes that one token's keys and values take."""
-        return self.layers * 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
+        return self.layers * 2 * self.kv_heads * self.head_dim * int(self.dtype.itemsize)
 
 
 @dataclass(frozen=True, slots=True)

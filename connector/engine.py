@@ -34,8 +34,8 @@ RPC_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """`kv_cache_bytes` is vLLM's paged cache (None: on a GPU, what vLLM's own default leaves); `chunk_budget_bytes` what
-    each worker may hold in chunks. `max_model_len` None means the model's own."""
+    """`kv_cache_bytes` is vLLM's paged cache (None: vLLM's own default); `chunk_budget_bytes` what each worker may hold
+    in chunks. `max_model_len` None means the model's own."""
 
     model: Path
     chunk_budget_bytes: int

@@ -58,7 +58,7 @@ def check_attention(layers: dict[str, Attention], architectures: list[str]) -> N
 
 
 def read_rotation(model: torch.nn.Module) -> Rotation:
-    """The one rotation that all layers of `model` share. Raises `Refused` where there is none, or another than plain."""
+    """The one rotation that all layers of `model` share. Raises `Refused` where there is none, or not a plain one."""
     modules: list[Any] = list({id(m): m for m in model.modules() if isinstance(m, RotaryEmbeddingBase)}.values())
     if not modules:
         raise Refused("its positions are not rotary")

@@ -72,9 +72,10 @@ class ChunkStore:
         return complete
 
     def drop(self, ids: Iterable[ChunkId]) -> None:
-        """Forgets chunks; unknown ids are ignored."""
+        """Forgets chunks, arriving ones too; unknown ids are ignored."""
         for id_ in ids:
-            chunk = self._chunks.pop(id_, None)
+            half = self._arriving.pop(id_, None)
+            chunk = half[0] if half is not None else self._chunks.pop(id_, None)
             if chunk is not None:
                 self.bytes -= chunk.tokens * self.shape.token_bytes
 

@@ -72,7 +72,7 @@ class PromptTemplate:
     def _render(self, messages: list[Message]) -> str:
         try:
             text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # noqa: BLE001 - templates raise whatever their authors chose
+        except Exception as error:
             raise InvalidRequest(
                 f"The model's chat template refuses these messages: {error}", field="messages"
             ) from error

@@ -1,4 +1,4 @@
-"""The connector's half in each worker process: it captures what a forward pass caches, and writes chunks into the cache.
+"""The connector's half in each worker process: it captures what a forward pass caches, and writes chunks into a cache.
 
 Both go through one method of the attention backend, `do_kv_cache_update(layer, key, value, kv_cache, slots)`: it knows
 the cache's layout, packing and scaling. Wrapped, it shows us the keys (rotated, this rank's heads) and values that an
@@ -89,7 +89,7 @@ class WorkerSide:
                 tokens = self._load(load)
             except ChunkMissing as missing:
                 self._fail(load, str(missing))
-            except Exception as error:  # noqa: BLE001 - the loop's edge: one request's load must not end the engine
+            except Exception as error:
                 logger.exception("loading chunks failed")
                 self._fail(load, type(error).__name__)
             else:
@@ -199,4 +199,4 @@ def _same(rotate: RotateKeys, rotation: Rotation, shape: KVShape) -> bool:
     fast, plain = keys.clone(), keys.clone()
     rotate(fast, table, rotation.neox)
     rotate_keys(plain, table, rotation.neox)
-    return torch.allclose(fast, plain, rtol=0, atol=1e-5)
+    return bool(torch.allclose(fast, plain, rtol=0, atol=1e-5))

@@ -74,6 +74,7 @@ class Owners:
         if placement is None or not await self._is_alive(placement.shard):
             target = self._policy.choose((await self.live()).values())
             placement = await self._directory.claim(user, target, placement)
+            self._count_user(placement.shard)
         self._cache.put(placement)
         return placement
 
@@ -117,6 +118,11 @@ class Owners:
             self._cache.forget_shard(shard)
             if error.details.get("certain"):
                 self._gone.add(shard)
+
+    def _count_user(self, shard: ShardId) -> None:
+        """The report that was just relied on has one user more: else all new users of its lifetime go to one shard."""
+        if (report := self._reports.get(shard)) is not None:
+            self._reports[shard] = report.model_copy(update={"users": report.users + 1})
 
     async def _is_alive(self, shard: ShardId) -> bool:
         """Whether the shard has a heartbeat; a shard missing from old reports may be newer than they are."""

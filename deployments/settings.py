@@ -1,8 +1,9 @@
-"""What the gateway needs to know, as plain frozen values; `cluster/` fills them in from its own settings."""
+"""What the gateway and the shard replica need to know, as plain frozen values; `cluster/` fills them in."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,3 +21,26 @@ class GatewaySettings:
     cached_users: int = 100_000  # placements held in this process
     reports_ttl_s: float = 1.0  # how long heartbeats read from Redis are believed
     status_deadline_s: float = 2.0  # how long /status and /readyz wait for an answer
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSettings:
+    """Settings of one shard replica. Lengths are tokens, sizes bytes, times seconds."""
+
+    model: str  # the name that is served
+    model_path: Path
+    embedding_path: Path
+    redis_url: str
+    namespace: str
+    shards: int  # replicas on this machine's cores
+    threads: int | None  # CPU threads of the engine; None divides the cores among the shards
+    max_model_len: int | None
+    kv_cache_bytes: int
+    chunk_device_bytes: int
+    window_facts: int
+    max_fact_tokens: int
+    max_requests_in_flight: int
+    heartbeat_interval_s: float
+    heartbeat_ttl_s: float
+    redis_grace_s: float
+    resident_users: int = 10_000  # users whose facts and index are in the replica's memory

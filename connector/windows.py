@@ -1,0 +1,134 @@
+"""Behind which facts a fact is encoded (context-window encoding), and what has to be prefilled for it.
+
+Encoded apart, facts lose the attention between them; a window of earlier facts in front, which is not kept, gives most
+of it back. The window is anchored rather than sliding, so that neighbours share it and vLLM's prefix cache computes it
+once:
+
+    seq        0 … w-1 │ w … 2w-1 │ 2w … 3w-1 │ …          blocks of w facts, by the order they were told in
+    fact in block b    prefix = head + block b-1 + the earlier facts of block b      (between w and 2w-1 facts)
+
+One prompt a block, `[head | block b-1 | block b]`, captures every fact of block b; a fact that is told next is one
+more line behind a prefix that is cached already. Deleting a fact changes the prefix, and so the id, of the later facts
+of its block and the next, of nothing else.
+
+Pure: facts in, ids and prompts out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from connector.chunk import ChunkId, chunk_id
+from connector.metadata import CaptureRange
+from connector.plan import Piece
+from sharding.ids import FactId
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A fact as it stands in a prompt. `seq` is its place in the order of telling, with gaps where facts went."""
+
+    fact: FactId
+    seq: int
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeJob:
+    """One prefill that captures several facts."""
+
+    token_ids: tuple[int, ...]
+    captures: tuple[CaptureRange, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """One prompt of lines behind the head: the first `window` of them only give context."""
+
+    lines: tuple[Line, ...]
+    window: int
+
+
+class FactChunks:
+    """One user's facts as pieces of prompt: which chunk each one is, given those around it.
+
+    `head` are the tokens that facts are encoded behind; `room_tokens` bounds an encoding prompt.
+    """
+
+    def __init__(
+        self, owner: str, model_digest: str, head: Sequence[int], *, window_facts: int, room_tokens: int
+    ) -> None:
+        self._owner = owner
+        self._digest = model_digest
+        self._head = tuple(head)
+        self._window_facts = window_facts
+        self._room = room_tokens
+        self._layouts: dict[_Layout, tuple[ChunkId, ...]] = {}  # ids of the lines behind the window
+        self._pieces: dict[FactId, Piece] = {}
+
+    def update(self, lines: Sequence[Line]) -> set[ChunkId]:
+        """The facts are these now, in the order of telling. Returns the ids that no longer stand for any of them."""
+        before = {piece.chunk for piece in self._pieces.values() if piece.chunk is not None}
+        layouts = {layout: self._layouts.get(layout) or self._ids(layout) for layout in self._lay_out(lines)}
+        self._layouts = layouts
+        self._pieces = {
+            line.fact: Piece(line.token_ids, id_)
+            for layout, ids in layouts.items()
+            for line, id_ in zip(layout.lines[layout.window :], ids, strict=True)
+        }
+        return before - {piece.chunk for piece in self._pieces.values()}
+
+    def piece(self, fact: FactId) -> Piece:
+        """The fact's tokens and the id of its chunk, resident or not. Raises KeyError for a fact not held."""
+        return self._pieces[fact]
+
+    def ids(self) -> list[ChunkId]:
+        """Every fact's chunk, in the order of telling."""
+        return [id_ for ids in self._layouts.values() for id_ in ids]
+
+    def jobs(self, resident: Callable[[ChunkId], bool]) -> Iterator[EncodeJob]:
+        """What to prefill so that every fact has its chunk, the latest told first."""
+        for layout, ids in reversed(self._layouts.items()):
+            start = len(self._head) + sum(len(line.token_ids) for line in layout.lines[: layout.window])
+            captures: list[CaptureRange] = []
+            end = 0
+            for line, id_ in zip(layout.lines[layout.window :], ids, strict=True):
+                if not resident(id_):
+                    captures.append(CaptureRange(id_, start, len(line.token_ids)))
+                    end = start + len(line.token_ids)
+                start += len(line.token_ids)
+            if captures:
+                yield EncodeJob(self._tokens(layout.lines)[:end], tuple(captures))
+
+    def _lay_out(self, lines: Sequence[Line]) -> Iterator[_Layout]:
+        if self._window_facts == 0:
+            yield from (_Layout((line,), 0) for line in lines)
+            return
+        window: list[Line] = []
+        for _, members in groupby(lines, key=lambda line: line.seq // self._window_facts):
+            block: list[Line] = []
+            for line in members:
+                if self._fits([*window, *block, line]):
+                    block.append(line)
+                    continue
+                if block:
+                    yield _Layout((*window, *block), len(window))
+                window, block = [], [line]  # no room for more context
+            yield _Layout((*window, *block), len(window))
+            window = block
+
+    def _fits(self, lines: Iterable[Line]) -> bool:
+        return len(self._head) + sum(len(line.token_ids) for line in lines) <= self._room
+
+    def _tokens(self, lines: Iterable[Line]) -> tuple[int, ...]:
+        return (*self._head, *(token for line in lines for token in line.token_ids))
+
+    def _ids(self, layout: _Layout) -> tuple[ChunkId, ...]:
+        prefix = self._tokens(layout.lines[: layout.window])
+        ids: list[ChunkId] = []
+        for line in layout.lines[layout.window :]:
+            ids.append(chunk_id(self._digest, self._owner, prefix, line.token_ids))
+            prefix = (*prefix, *line.token_ids)
+        return tuple(ids)

@@ -1,0 +1,49 @@
+"""The embedding model: all-MiniLM-L6-v2 or any encoder of its kind, through plain transformers.
+
+Sentences are mean-pooled over their tokens and normalised (Reimers and Gurevych 2019, Sentence-BERT, section 3).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import AutoModel, AutoTokenizer
+
+BATCH = 32
+MAX_TOKENS = 256  # what MiniLM was trained for; longer texts are cut
+
+
+class Embedder:
+    """Runs on one thread of its own, so that the event loop goes on."""
+
+    def __init__(self, model: Path) -> None:
+        self._tokenizer = AutoTokenizer.from_pretrained(model)
+        self._model = AutoModel.from_pretrained(model).eval()
+        self.dim = int(self._model.config.hidden_size)
+        self._thread = ThreadPoolExecutor(1, "embedder")
+
+    async def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        """Unit vectors, float32 `[len(texts), dim]`."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._embed, list(texts))
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _embed(self, texts: list[str]) -> NDArray[np.float32]:
+        with torch.inference_mode():
+            parts = [self._embed_batch(texts[i : i + BATCH]) for i in range(0, len(texts), BATCH)]
+        return np.concatenate(parts) if parts else np.empty((0, self.dim), np.float32)
+
+    def _embed_batch(self, texts: list[str]) -> NDArray[np.float32]:
+        tokens = self._tokenizer(texts, padding=True, truncation=True, max_length=MAX_TOKENS, return_tensors="pt")
+        hidden = self._model(**tokens).last_hidden_state
+        mask = tokens["attention_mask"].unsqueeze(-1)
+        pooled = (hidden * mask).sum(1) / mask.sum(1)
+        vectors: NDArray[np.float32] = torch.nn.functional.normalize(pooled.float(), dim=-1).numpy()
+        return vectors

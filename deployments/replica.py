@@ -1,0 +1,166 @@
+"""The shard as a process: it builds a `Shard` in its own event loop, keeps its heartbeat, and says when it is ill.
+
+vLLM reads its environment when it is imported, so nothing that imports it may be imported before `_bind_cores`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import AsyncGenerator, Awaitable
+from contextlib import aclosing, suppress
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ray import serve
+
+from deployments.messages import AddCall, ChatCall, ChatEvent, FactCall, ForgetCall, ListCall, ShardStatus
+from deployments.settings import ShardSettings
+from sharding.client import connect
+from sharding.directory import Directory
+from sharding.errors import MemshardError, Unavailable
+from sharding.facts import FactStore
+from sharding.ids import ShardId
+from sharding.keys import KeySpace
+from sharding.lease import Lease
+from sharding.placement import ShardReport
+
+if TYPE_CHECKING:
+    from deployments.shard import Shard
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+
+class ShardReplica:
+    """The class that Serve deploys. Its shard's id is the replica's own unique id.
+
+    Expected errors are returned (by `chat`: yielded) as values: raised, each would write a traceback into the log.
+    """
+
+    async def __init__(self, settings: ShardSettings) -> None:  # type: ignore[misc]  # Serve awaits it
+        """Starts the engine, proves the model, and appears in the directory. Raises `StartupError`."""
+        context = serve.get_replica_context()
+        self._settings = settings
+        self._me = ShardId(context.replica_id.unique_id)
+        self._started_at = datetime.now(UTC).isoformat(timespec="seconds")
+        _bind_cores(settings, context.rank.rank if hasattr(context.rank, "rank") else int(context.rank or 0))
+        self._redis = connect(settings.redis_url)
+        keys = KeySpace(settings.namespace, settings.model)
+        self._directory = Directory(self._redis, keys)
+        self._lease = Lease(settings.heartbeat_ttl_s, settings.redis_grace_s)
+        self._shard = await _build(settings, self._me, self._directory, FactStore(self._redis, keys), self._lease)
+        await self._beat()
+        self._beating = asyncio.create_task(self._keep_beating())
+
+    async def chat(self, call: ChatCall) -> AsyncGenerator[ChatEvent | MemshardError, None]:
+        """See `Shard.chat`."""
+        async with aclosing(self._shard.chat(call)) as events:
+            try:
+                async for event in events:
+                    yield event
+            except MemshardError as error:
+                yield error
+
+    async def add(self, call: AddCall) -> Any:
+        """See `Shard.add`."""
+        return await _answer(self._shard.add(call))
+
+    async def list_facts(self, call: ListCall) -> Any:
+        """See `Shard.list_facts`."""
+        return await _answer(self._shard.list_facts(call))
+
+    async def get_fact(self, call: FactCall) -> Any:
+        """See `Shard.get_fact`."""
+        return await _answer(self._shard.get_fact(call))
+
+    async def delete_fact(self, call: FactCall) -> Any:
+        """See `Shard.delete_fact`."""
+        return await _answer(self._shard.delete_fact(call))
+
+    async def forget(self, call: ForgetCall) -> Any:
+        """See `Shard.forget`."""
+        return await _answer(self._shard.forget(call))
+
+    async def status(self) -> ShardStatus:
+        """What this shard is and does now."""
+        shard = self._shard
+        memories = shard.table.memories()
+        return ShardStatus(
+            shard=self._me,
+            model=self._settings.model,
+            ready=True,
+            started_at=self._started_at,
+            users=len(memories),
+            facts=sum(len(memory) for memory in memories),
+            chunks=len(shard.ledger),
+            requests_in_flight=shard.requests_in_flight,
+            encode_backlog=shard.encoder.backlog(),
+            tiers=(("device", shard.ledger.bytes, shard.ledger.budget_bytes),),
+            counters=dict(shard.counters),
+        )
+
+    async def check_health(self) -> None:
+        """Called by Serve; raising makes it replace this replica."""
+        await self._shard.engine.check_health()
+        if self._beating.done():
+            raise RuntimeError("the heartbeat has stopped")
+
+    async def __del__(self) -> None:
+        """Called by Serve once requests have drained: leave the directory, end the engine."""
+        self._beating.cancel()
+        with suppress(Unavailable):
+            await self._directory.retire(self._me)
+        self._shard.close()
+        await self._redis.aclose()
+
+    async def _keep_beating(self) -> None:
+        while True:
+            await asyncio.sleep(self._settings.heartbeat_interval_s)
+            try:
+                await self._beat()
+            except Unavailable as error:
+                log.warning("No heartbeat: %s", error)
+
+    async def _beat(self) -> None:
+        status = await self.status()
+        report = ShardReport(
+            shard=self._me,
+            model=self._settings.model,
+            ready=True,
+            free_bytes=self._shard.ledger.budget_bytes - self._shard.ledger.bytes,
+            users=status.users,
+            requests_in_flight=status.requests_in_flight,
+            status=asdict(status),
+        )
+        sent_at = time.monotonic()
+        await self._directory.heartbeat(report.model_dump_json(), self._me, self._settings.heartbeat_ttl_s)
+        self._lease.acknowledged(sent_at)
+
+
+async def _answer(call: Awaitable[T]) -> T | MemshardError:
+    try:
+        return await call
+    except MemshardError as error:
+        return error
+
+
+def _bind_cores(settings: ShardSettings, rank: int) -> None:
+    """Gives this replica's engine cores of its own: two engines would bind to the same one. Only matters on CPUs."""
+    cores = sorted(os.sched_getaffinity(0))
+    threads = settings.threads or max(1, len(cores) // settings.shards)
+    first = rank * threads % len(cores)
+    mine = [cores[(first + i) % len(cores)] for i in range(min(threads, len(cores)))]
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, mine))
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # the replica's own torch: the embedder, beside the engine
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+
+async def _build(settings: ShardSettings, me: ShardId, directory: Directory, store: FactStore, lease: Lease) -> Shard:
+    from deployments.shard import open_shard
+
+    return await open_shard(settings, me, directory, store, lease)

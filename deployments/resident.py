@@ -1,0 +1,103 @@
+"""What a shard knows of one user beside the facts themselves: embeddings being made, chunks being made.
+
+Lives exactly as long as the `UserMemory` it belongs to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from weakref import WeakKeyDictionary
+
+from connector.ledger import ChunkLedger
+from connector.plan import Piece
+from connector.template import PromptTemplate
+from connector.windows import FactChunks, Line
+from deployments.embedder import Embedder
+from deployments.encoder import Encoder
+from sharding.errors import Unavailable, WrongShard
+from sharding.facts import FactStore
+from sharding.ids import FactId
+from sharding.user_memory import UserMemory
+
+
+class Residents:
+    """Keeps embeddings and chunks in step with the facts of every resident user."""
+
+    def __init__(
+        self,
+        store: FactStore,
+        embedder: Embedder,
+        encoder: Encoder,
+        ledger: ChunkLedger,
+        template: PromptTemplate,
+        *,
+        model_digest: str,
+        window_facts: int,
+        room_tokens: int,
+    ) -> None:
+        self._store = store
+        self._embedder = embedder
+        self._encoder = encoder
+        self._ledger = ledger
+        self._template = template
+        self._model_digest = model_digest
+        self._head = template.default_head()
+        self._window_facts = window_facts
+        self._room_tokens = room_tokens
+        self._chunks: WeakKeyDictionary[UserMemory, FactChunks] = WeakKeyDictionary()
+        self._lines: WeakKeyDictionary[UserMemory, dict[FactId, Line]] = WeakKeyDictionary()
+        self._indexing: WeakKeyDictionary[UserMemory, asyncio.Lock] = WeakKeyDictionary()
+
+    async def changed(self, memory: UserMemory) -> None:
+        """The facts changed or were just loaded. When this returns, chunks that stand for no fact are gone everywhere
+        on this shard; new ones come in the background."""
+        user = memory.placement.user
+        lines = self._lines.setdefault(memory, {})
+        for fact in memory.facts:
+            if fact.id not in lines:
+                lines[fact.id] = Line(fact.id, fact.seq, tuple(self._template.fact(fact.text)))
+        for gone in lines.keys() - {fact.id for fact in memory.facts}:
+            del lines[gone]
+        chunks = self._chunks.get(memory)
+        if chunks is None:
+            chunks = self._chunks[memory] = FactChunks(
+                user, self._model_digest, self._head, window_facts=self._window_facts, room_tokens=self._room_tokens
+            )
+        chunks.update([lines[fact.id] for fact in memory.facts])
+        wanted = set(chunks.ids())
+        await self._encoder.forget([id_ for id_ in self._ledger.ids_of(user) if id_ not in wanted])
+        await self._encoder.submit(user, lambda: chunks.jobs(self._ledger.peek_resident))
+
+    async def ready(self, memory: UserMemory) -> FactChunks:
+        """The user's chunks, set up on first touch; every fact is in the index when this returns."""
+        if memory not in self._chunks:
+            await self.changed(memory)
+        await self.index(memory)
+        return self._chunks[memory]
+
+    async def index(self, memory: UserMemory) -> None:
+        """Embeds and indexes the facts that are not, once at a time for a user."""
+        if not memory.facts_without_embedding():
+            return
+        async with self._indexing.setdefault(memory, asyncio.Lock()):
+            pending = memory.facts_without_embedding()
+            if not pending:
+                return
+            vectors = await self._embedder.embed([fact.text for fact in pending])
+            embeddings = {fact.id: vector.tobytes() for fact, vector in zip(pending, vectors, strict=True)}
+            memory.put_embeddings(embeddings)
+            with suppress(Unavailable, WrongShard):  # derived: whoever loads this user next computes them again
+                await self._store.put_embeddings(memory.placement, embeddings)
+
+    def encoded(self, memory: UserMemory, fact: FactId) -> bool:
+        """Whether the fact can be injected now."""
+        chunks = self._chunks.get(memory)
+        return chunks is not None and self._is_resident(chunks.piece(fact))
+
+    def servable(self, piece: Piece) -> Piece:
+        """The piece as it can be served now: without its chunk, where that is not here."""
+        return piece if self._is_resident(piece) else Piece(piece.token_ids)
+
+    def _is_resident(self, piece: Piece) -> bool:
+        return piece.chunk is not None and self._ledger.peek_resident(piece.chunk)
