@@ -1,0 +1,43 @@
+"""What /healthz, /readyz and /status say while parts of the cluster are missing."""
+
+from __future__ import annotations
+
+import httpx
+from gateway_fakes import MODEL, Cluster
+
+from sharding.ids import ShardId
+
+
+async def test_a_gateway_is_healthy_without_redis_and_shards(client: httpx.AsyncClient, cluster: Cluster) -> None:
+    cluster.directory.away = True
+    cluster.directory.reports.clear()
+    assert (await client.get("/healthz")).status_code == 200
+
+
+async def test_it_is_ready_with_one_ready_shard(client: httpx.AsyncClient, cluster: Cluster) -> None:
+    cluster.shards.kill(ShardId("shard-a"))
+    assert (await client.get("/readyz")).status_code == 200
+
+
+async def test_it_is_not_ready_without_a_ready_shard_or_without_redis(
+    client: httpx.AsyncClient, cluster: Cluster
+) -> None:
+    reports = cluster.directory.reports
+    for shard in list(reports):
+        reports[shard] = reports[shard].model_copy(update={"ready": False})
+    starting = await client.get("/readyz")
+    assert (starting.status_code, starting.headers["retry-after"]) == (503, "1")
+    assert starting.json()["reason"] == "None of the 2 shards is ready yet."
+    cluster.directory.away = True
+    assert "Redis" in (await client.get("/readyz")).json()["reason"]
+
+
+async def test_status_has_every_live_shard_and_says_which_do_not_answer(
+    client: httpx.AsyncClient, cluster: Cluster
+) -> None:
+    cluster.shards.kill(ShardId("shard-b"), heartbeat_remains=True)
+    status = (await client.get("/status")).json()
+    assert (status["model"], status["expected"]) == (MODEL, 2)
+    answered, silent = status["shards"]
+    assert (answered["shard"], answered["reachable"], answered["tiers"]) == ("shard-a", True, [["device", 10, 100]])
+    assert (silent["shard"], silent["reachable"]) == ("shard-b", False)

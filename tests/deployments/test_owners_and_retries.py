@@ -1,0 +1,145 @@
+"""Where requests go when shards die, owners change or Redis is away, seen from the client."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+from gateway_fakes import MODEL, Cluster, FakeShard
+
+from deployments.messages import AddCall
+from deployments.owner_calls import OwnerCalls
+from deployments.owners import Owners
+from sharding.directory import PlacementCache
+from sharding.errors import DeadlineExceeded, ShardGone, Unavailable
+from sharding.ids import Placement, ShardId, UserId
+from sharding.placement import PlacementPolicy
+
+CHAT = "/v1/chat/completions"
+ADA = UserId("ada")
+
+
+def hello(user: str | None = "ada", stream: bool = False) -> dict[str, Any]:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "stream": stream}
+    return body | ({"user_id": user} if user else {})
+
+
+async def ask(client: httpx.AsyncClient, **how: Any) -> httpx.Response:
+    return await client.post(CHAT, json=hello(**how))
+
+
+async def owner_after_a_chat(client: httpx.AsyncClient, cluster: Cluster) -> FakeShard:
+    assert (await ask(client)).status_code == 200
+    return cluster.shards.of(ADA)
+
+
+async def test_a_placed_user_costs_no_redis_round_trip(client: httpx.AsyncClient, cluster: Cluster) -> None:
+    await ask(client)
+    calls = cluster.directory.calls
+    await ask(client)
+    assert cluster.directory.calls == calls
+
+
+async def test_the_directorys_owner_is_kept_while_it_is_alive(client: httpx.AsyncClient, cluster: Cluster) -> None:
+    cluster.directory.placements[ADA] = Placement(ADA, ShardId("shard-b"), 7)
+    assert (await owner_after_a_chat(client, cluster)).id == "shard-b"
+    assert cluster.directory.placements[ADA].epoch == 7
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_user_whose_shard_is_gone_is_answered_by_another(
+    client: httpx.AsyncClient, cluster: Cluster, stream: bool
+) -> None:
+    owner = await owner_after_a_chat(client, cluster)
+    cluster.shards.kill(owner.id)
+    assert (await ask(client, stream=stream)).status_code == 200
+    assert cluster.shards.of(ADA) is cluster.other_than(owner)
+    assert cluster.directory.placements[ADA].epoch == 2
+
+
+async def test_a_shard_known_dead_is_left_before_its_heartbeat_runs_out(
+    client: httpx.AsyncClient, cluster: Cluster
+) -> None:
+    owner = await owner_after_a_chat(client, cluster)
+    cluster.shards.kill(owner.id, heartbeat_remains=True)
+    assert [(await ask(client, user=user)).status_code for user in ("ada", "bob", "eve", None, None)] == [200] * 5
+    assert {placement.shard for placement in cluster.directory.placements.values()} == {cluster.other_than(owner).id}
+
+
+async def test_a_shard_that_only_cannot_be_reached_keeps_its_users(client: httpx.AsyncClient, cluster: Cluster) -> None:
+    owner = await owner_after_a_chat(client, cluster)
+    del cluster.shards.by_id[owner.id]  # unknown to the router, but its heart beats
+    response = await ask(client)
+    assert response.status_code == 503
+    assert response.headers["retry-after"] == "1"
+    assert cluster.directory.placements[ADA] == Placement(ADA, owner.id, 1)
+
+
+async def test_a_moved_user_is_followed_to_the_new_owner(client: httpx.AsyncClient, cluster: Cluster) -> None:
+    old = await owner_after_a_chat(client, cluster)
+    new = cluster.other_than(old)
+    cluster.directory.placements[ADA] = Placement(ADA, new.id, 2)
+    assert (await ask(client)).status_code == 200
+    assert len(new.chats) == 1
+
+
+async def test_a_shard_lost_in_the_middle_of_an_answer_is_an_error_and_not_a_second_answer(
+    client: httpx.AsyncClient, cluster: Cluster
+) -> None:
+    owner = await owner_after_a_chat(client, cluster)
+    owner.break_with = ShardGone("Shard died.", certain=True)
+    response = await ask(client, stream=True)
+    assert response.text.count("You said: ") == 1
+    assert '"code":"unavailable"' in response.text
+    assert "[DONE]" not in response.text
+    assert cluster.other_than(owner).chats == []
+    assert (await ask(client)).status_code == 200, "the next request goes to another shard"
+
+
+async def test_placed_users_and_strangers_are_served_while_redis_is_away(
+    client: httpx.AsyncClient, cluster: Cluster
+) -> None:
+    await ask(client)
+    cluster.directory.away = True
+    assert (await ask(client)).status_code == 200
+    assert (await ask(client, user=None)).status_code == 200
+    refused = await ask(client, user="bob")
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "2")
+    cluster.directory.away = False
+    assert (await ask(client, user="bob")).status_code == 200
+
+
+async def test_without_a_ready_shard_nobody_is_answered(client: httpx.AsyncClient, cluster: Cluster) -> None:
+    cluster.directory.reports.clear()
+    for user in ("ada", None):
+        assert (await ask(client, user=user)).status_code == 503
+
+
+async def test_a_shard_newer_than_the_cached_reports_is_not_taken_for_dead(cluster: Cluster) -> None:
+    owners = cluster.gateway.owners
+    await owners.live()
+    cluster.shards.start("shard-new")
+    cluster.directory.placements[ADA] = Placement(ADA, ShardId("shard-new"), 3)
+    assert await owners.owner(ADA) == Placement(ADA, ShardId("shard-new"), 3)
+
+
+async def test_reports_are_read_once_per_second_and_so_are_failures(cluster: Cluster) -> None:
+    now = 100.0
+    owners = Owners(cluster.directory, PlacementPolicy(), PlacementCache(10), reports_ttl_s=1.0, clock=lambda: now)
+    for _ in range(3):
+        await owners.live()
+    assert cluster.directory.calls == 1
+    cluster.directory.away = True
+    now += 1.5
+    for _ in range(3):
+        with pytest.raises(Unavailable):
+            await owners.live()
+    assert cluster.directory.calls == 2
+    assert await owners.any_shard() in cluster.shards.by_id, "the shards that were named last"
+
+
+async def test_the_deadline_covers_the_retry(cluster: Cluster) -> None:
+    calls = OwnerCalls(cluster.shards, cluster.gateway.owners, deadline_s=0.0)
+    with pytest.raises(DeadlineExceeded):
+        await calls.call(ADA, lambda p, left_s: cluster.shards.add(p.shard, AddCall("r", p, ("x",)), left_s))
