@@ -69,6 +69,7 @@ $(BIN)/uv:
 	$$found -m venv .venv
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
 
+# Compiled at once, because every start of the cluster imports vLLM and Ray in a dozen processes: 15 s of two cores.
 # vLLM's CPU build needs the CPU build of torch, which PyPI does not carry: from pip's folder of wheels where there is
 # one, else from the index that uv knows.
 $(LOCKED): $(BIN)/uv
@@ -78,8 +79,8 @@ $(LOCKED): $(BIN)/uv
 	@version=$$($(BIN)/python -c 'from importlib.metadata import version; print(version("torch"))'); \
 	if [[ $$version != $(TORCH_VERSION)+cpu ]]; then \
 	  echo "torch is $$version, and $(TORCH_VERSION)+cpu is needed; run make clean and try again" >&2; exit 1; fi
-	@echo "==> Installing the packages of requirements.lock (2 GB)"
-	@links=$(links); export $${links:+UV_FIND_LINKS=$$links}; $(UV_INSTALL) -r requirements.lock
+	@echo "==> Installing the packages of requirements.lock (2 GB) and compiling them"
+	@links=$(links); export $${links:+UV_FIND_LINKS=$$links}; $(UV_INSTALL) --compile-bytecode -r requirements.lock
 	@rm -f .venv/locked-* && touch $@
 
 $(INSTALLED): $(LOCKED)

@@ -26,7 +26,7 @@ ChunkRef = tuple[ChunkId, int]
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """The keys and values of one token on one worker: `layers` times K and V of `kv_heads` (its own) times `head_dim`."""
+    """The keys and values of one token on one worker: `layers`, K and V, `kv_heads` (its own), `head_dim`."""
 
     layers: int
     kv_heads: int
