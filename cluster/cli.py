@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from typer.core import TyperGroup
-from typer.main import get_command
+from typer.main import get_group
 
 from cluster.settings import Settings
 from sharding.errors import MemshardError
@@ -31,7 +31,9 @@ class CommandsOfPackages(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in self.commands and (point := _registered().get(cmd_name)) is not None:
-            self.add_command(get_command(point.load()), cmd_name)
+            group = get_group(point.load())
+            group.name = cmd_name  # what `--help` shows
+            self.add_command(group)
         return super().get_command(ctx, cmd_name)
 
 

@@ -29,6 +29,8 @@ FORMAT = 1  # counts changes of convert.py that make an already converted direct
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}  # for every process that loads a model
 
 Progress = Callable[[str], None]
+Command = Callable[[Path, Path], Sequence[str]]
+"""From (source file, target directory) to the arguments of a program."""
 
 
 def converter(source: Path, target: Path) -> Sequence[str]:
@@ -39,7 +41,7 @@ def converter(source: Path, target: Path) -> Sequence[str]:
 def prepare_language_model(
     settings: Settings,
     progress: Progress = lambda _: None,
-    command: Callable[[Path, Path], Sequence[str]] = converter,
+    command: Command = converter,
 ) -> Path:
     """The language model's directory, prepared first where that has not happened yet (20 s, 270 MB).
 
@@ -95,7 +97,7 @@ def _package_dir(package: str) -> Path:
     return Path(spec.origin).parent
 
 
-def _convert_into(prepared: Path, command: Callable[[Path, Path], Sequence[str]], source: Path) -> None:
+def _convert_into(prepared: Path, command: Command, source: Path) -> None:
     """Convert beside `prepared` and rename. The loser of a race keeps the winner's directory."""
     try:
         prepared.parent.mkdir(parents=True, exist_ok=True)

@@ -44,6 +44,7 @@ class RayNode:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
+        self._serves = False  # only then is there a request that a stop has to wait for
         self._directory = Path(tempfile.mkdtemp(prefix="memshard-", dir="/tmp"))
         os.environ.update(ENVIRONMENT)  # inherited by every process of the node
         import ray
@@ -97,6 +98,7 @@ class RayNode:
                 progress(state)
                 shown = state
             if status.applications[APPLICATION].status == "RUNNING":
+                self._serves = True
                 return
             if time.monotonic() > give_up:
                 raise StartupError(
@@ -118,7 +120,8 @@ class RayNode:
         if ray.is_initialized():
             # Ray reports as an error that the controller it has just been told to kill is dead.
             with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-                _within(self._settings.stop_deadline_s, serve.shutdown)
+                if self._serves:
+                    _within(self._settings.stop_deadline_s, serve.shutdown)
                 _within(RAY_STOP_DEADLINE_S, ray.shutdown)
         self._keep_logs()
         shutil.rmtree(self._directory, ignore_errors=True)

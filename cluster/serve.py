@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import httpx
@@ -54,8 +54,9 @@ def run(settings: Settings, console: Console, build: Build | None = None) -> Non
         node.deploy(application, say)
         _wait_ready(settings)
         say(f"Ready after {time.monotonic() - began:.0f} s")
-        announce(settings, console)
-        _until_interrupted(redis)
+        with suppress(KeyboardInterrupt):
+            announce(settings, console)
+            _keep(redis)
         say("Stopping")
 
 
@@ -131,15 +132,12 @@ def _wait_ready(settings: Settings) -> None:
     raise StartupError(f"The gateway did not become ready: {last}")
 
 
-def _until_interrupted(redis: EmbeddedRedis | None) -> None:
+def _keep(redis: EmbeddedRedis | None) -> None:
     """Block until a signal, and bring the embedded Redis back should it ever end."""
-    try:
-        while True:
-            time.sleep(0.5)
-            if redis is not None:
-                redis.revive()
-    except KeyboardInterrupt:
-        return
+    while True:
+        time.sleep(0.5)
+        if redis is not None:
+            redis.revive()
 
 
 @contextmanager
