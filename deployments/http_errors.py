@@ -91,8 +91,9 @@ def install_error_handlers(app: FastAPI) -> None:
 
     async def on_memshard_error(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, MemshardError)
-        if status_of(error).http >= 500:
-            log.warning("request %s: %s: %s", request.state.request_id, type(error).__name__, error, exc_info=True)
+        if (status := status_of(error).http) >= 500:
+            trace = status == 500  # the others say what is away, and come in numbers
+            log.warning("request %s: %s: %s", request.state.request_id, type(error).__name__, error, exc_info=trace)
         return error_response(error)
 
     async def on_http_exception(request: Request, error: Exception) -> JSONResponse:

@@ -3,11 +3,12 @@
 The gateway knows from the directory which shard owns a user, and pins every call with
 `handle.options(session_id=<ShardId>)`. This router, which Serve runs inside the calling process, decides nothing:
 
-- the named replica is known            -> that replica, without a queue in front of it and without a probe
-- not known (yet)                       -> wait `grace_s` for Serve's next replica update, then `ShardGone`
-- it was known and is so no more        -> `ShardGone` with `certain=True`: it died or is being stopped
+- the named replica is known              -> that replica, without a queue in front of it and without a probe
 - it refused (its `max_ongoing_requests`) -> `Busy`; admission proper is the shard's own
-- no name                               -> refused; balancing would break "one owner"
+- its actor is dead                       -> `ShardGone` with `certain=True`, so that its users can be claimed at once
+- not known, or not any more              -> wait `grace_s` for Serve's next update, then `ShardGone`, not certain:
+                                             Serve also takes a replica off its list while it reconfigures or stops it
+- no name                                 -> refused; balancing would break "one owner"
 
 Serve's own machinery (`choose_replicas` in a bounded set of routing tasks) is bypassed by overriding the private
 `_choose_replica_for_request`, as Ray's capacity queue router does: routing tasks are capped, so that one full
@@ -18,8 +19,10 @@ shard would delay every other, and an exception in `choose_replicas` leaves its 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Any
 
+from ray.exceptions import ActorDiedError, RayError
 from ray.serve._private.common import ReplicaID
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
@@ -37,18 +40,19 @@ class PinnedRouter(RequestRouter):  # type: ignore[misc]  # ray ships no types
     def initialize_state(self, grace_s: float = DEFAULT_GRACE_S) -> None:
         """Called once by Serve with `request_router_kwargs`."""
         self._grace_s = grace_s
-        self._departed: set[ReplicaID] = set()  # once known, now gone; ids are never reused
+        self._departed: dict[ReplicaID, RunningReplica] = {}  # once on Serve's list, now off it
+        self._dead: set[ReplicaID] = set()  # for ever: a replica that Serve starts anew has a new id
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Serve's view of the running replicas changed."""
-        before = set(self.curr_replicas)
+        """Serve's list of the running replicas changed."""
+        self._departed |= self.curr_replicas
         super().update_replicas(replicas)
-        self._departed |= before - set(self.curr_replicas)
-        self._departed -= set(self.curr_replicas)
+        self._departed = {id: replica for id, replica in self._departed.items() if id not in self.curr_replicas}
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """A call to this replica found its actor dead, before Serve's controller did."""
-        self._departed.add(replica_id)
+        """A call to this replica found its actor dead, perhaps before Serve's controller did."""
+        self._dead.add(replica_id)
+        self._departed.pop(replica_id, None)
         super().on_replica_actor_died(replica_id)
 
     async def _choose_replica_for_request(
@@ -62,28 +66,38 @@ class PinnedRouter(RequestRouter):  # type: ignore[misc]  # ray ships no types
         if not shard:
             raise MemshardError("A call to a shard must name it: use handle.options(session_id=<ShardId>).")
         replica_id = ReplicaID(unique_id=shard, deployment_id=self._deployment_id)
-        if is_retry and replica_id in self.curr_replicas:
-            # A refusal leaves the length of the replica's queue in the cache, a failure to reach it erases it.
-            if self.replica_queue_len_cache.get(replica_id) is not None:
-                raise Busy(f"Shard {shard} takes no more requests at the moment.", shard=shard)
-            raise ShardGone(f"Shard {shard} cannot be reached.", shard=shard, certain=False)
-        if replica_id not in self.curr_replicas and replica_id not in self._departed:
-            await self._wait_for(replica_id)
         replica = self.curr_replicas.get(replica_id)
-        if replica is None:
-            certain = replica_id in self._departed
-            raise ShardGone(f"Shard {shard} does not exist.", shard=shard, certain=certain)
-        return replica
+        if replica is not None and not is_retry:
+            return replica
+        # A refusal leaves the length of the replica's queue in the cache, a failure to reach it erases that.
+        if replica is not None and self.replica_queue_len_cache.get(replica_id) is not None:
+            raise Busy(f"Shard {shard} takes no more requests at the moment.", shard=shard)
+        if await self._is_dead(replica_id):
+            raise ShardGone(f"Shard {shard} died.", shard=shard, certain=True)
+        if replica is None and (arrived := await self._wait_for(replica_id)):
+            return arrived
+        raise ShardGone(f"Shard {shard} cannot be reached.", shard=shard, certain=False)
 
-    async def _wait_for(self, replica_id: ReplicaID) -> None:
-        """Return when the replica becomes known, or after the grace."""
-        try:
+    async def _is_dead(self, replica_id: ReplicaID) -> bool:
+        """Whether Ray says that the replica's actor is dead; asks it, where the replica was ever known."""
+        suspect = self.curr_replicas.get(replica_id) or self._departed.get(replica_id)
+        if suspect is not None and replica_id not in self._dead:
+            with contextlib.suppress(TimeoutError, RayError):
+                try:
+                    async with asyncio.timeout(self._grace_s):
+                        await suspect.get_queue_len(deadline_s=self._grace_s)
+                except ActorDiedError:
+                    self.on_replica_actor_died(replica_id)
+        return replica_id in self._dead
+
+    async def _wait_for(self, replica_id: ReplicaID) -> RunningReplica | None:
+        """The replica as soon as it is on Serve's list, or None after the grace."""
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._grace_s):
                 while replica_id not in self.curr_replicas:
                     self._replicas_updated_event.clear()
                     await self._replicas_updated_event.wait()
-        except TimeoutError:
-            return
+        return self.curr_replicas.get(replica_id)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None

@@ -110,11 +110,10 @@ class Running:
     url: str
     first: ShardId
     second: ShardId
-    live: Path  # the file with the ids that have a heartbeat
 
 
-def run(port: int, live: Path) -> Running:
-    """Start Ray, Serve and the application; returns when it serves."""
+def start(port: int, live: Path) -> None:
+    """Start Ray, Serve and the application; returns when it is deployed."""
     cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers do not have the tests on their path
     ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=80 << 20)
     serve.start(proxy_location="HeadOnly", http_options=HTTPOptions(host="127.0.0.1", port=port))
@@ -134,10 +133,14 @@ def run(port: int, live: Path) -> Running:
     live.write_text("[]")
     bound = gateway.bind(shards.bind(), partial(FileDirectory, live), PlacementPolicy(), settings)
     serve.run(bound, name="memshard")
+
+
+async def connect(port: int) -> Running:
+    """Find the shards; the handle is made on this loop, which is where Serve may be told to route."""
     handle = serve.get_deployment_handle("Shard", "memshard")
-    ids = sorted(status["shard"] for status in handle.broadcast("status").results(timeout_s=20))
-    live.write_text(json.dumps(ids))
-    return Running(handle, ShardClient(handle), f"http://127.0.0.1:{port}", ids[0], ids[1], live)
+    found = await handle.broadcast("status").results_async(timeout_s=20)
+    first, second = sorted(ShardId(status["shard"]) for status in found)
+    return Running(handle, ShardClient(handle), f"http://127.0.0.1:{port}", first, second)
 
 
 def stop() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -25,19 +27,38 @@ DEADLINE_S = 10.0
 
 
 @pytest.fixture(scope="module")
-def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with pytest.MonkeyPatch.context() as patch:
+def live(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file with the ids of the shards that have a heartbeat."""
+    return tmp_path_factory.mktemp("serve") / "live.json"
+
+
+@pytest.fixture(scope="module")
+def port(live: Path) -> Iterator[int]:
+    """The application's HTTP port. At the end everything is stopped, and no process may be left."""
+    with pytest.MonkeyPatch.context() as patch, socket.create_server(("127.0.0.1", 0)) as probe:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
+        port = probe.getsockname()[1]
+        probe.close()
         before = {child.pid for child in psutil.Process().children(recursive=True)}
         try:
-            yield serve_app.run(port, tmp_path_factory.mktemp("serve") / "live.json")
+            serve_app.start(port, live)
+            yield port
         finally:
             started = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
             serve_app.stop()
         _, left = psutil.wait_procs(started, timeout=10)
         assert not left
+
+
+@pytest.fixture(scope="module")
+async def running(port: int) -> Running:
+    return await serve_app.connect(port)
+
+
+@pytest.fixture(scope="module")
+def app(running: Running, live: Path) -> Running:
+    live.write_text(json.dumps([running.first, running.second]))
+    return running
 
 
 @pytest.fixture

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import ray
+from ray.exceptions import ActorDiedError
 from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID, RequestMetadata
 from ray.serve._private.router import AsyncioRouter
-from ray.serve.request_router import PendingRequest, RequestRouter
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 from deployments.router import PinnedRouter
 from sharding.errors import Busy, MemshardError, ShardGone
@@ -24,8 +25,11 @@ class Replica:
 
     def __init__(self, unique_id: str) -> None:
         self.replica_id = ReplicaID(unique_id=unique_id, deployment_id=DEPLOYMENT)
+        self.died = False
 
     async def get_queue_len(self, *, deadline_s: float) -> int:
+        if self.died:
+            raise ActorDiedError
         return 0
 
 
@@ -64,6 +68,7 @@ def test_the_names_it_uses_exist(router: PinnedRouter) -> None:
     assert "session_id" in {field.name for field in dataclasses.fields(RequestMetadata)}
     assert isinstance(router._replicas_updated_event, asyncio.Event)
     assert router._deployment_id == DEPLOYMENT
+    assert list(inspect.signature(RunningReplica.get_queue_len).parameters) == ["self", "deadline_s"]
 
 
 async def test_a_known_replica_is_returned_however_busy(router: PinnedRouter) -> None:
@@ -89,17 +94,35 @@ async def test_an_unknown_replica_is_gone_but_not_for_certain(router: PinnedRout
     assert gone.value.details["certain"] is False
 
 
-@pytest.mark.parametrize("how", ["removed by Serve", "found dead"])
-async def test_a_replica_that_was_known_is_gone_for_certain_and_without_a_wait(router: PinnedRouter, how: str) -> None:
-    router.initialize_state(grace_s=60)
-    router.update_replicas([Replica("a"), Replica("b")])
-    if how == "removed by Serve":
+@pytest.mark.parametrize("how", ["off Serve's list", "on Serve's list", "found by a call"])
+async def test_a_dead_replica_is_gone_for_certain_and_without_a_wait(router: PinnedRouter, how: str) -> None:
+    replica = Replica("a")
+    router.update_replicas([replica, Replica("b")])
+    await asyncio.sleep(0)
+    replica.died = True
+    router.on_replica_actor_unavailable(replica.replica_id)
+    if how == "off Serve's list":
         router.update_replicas([Replica("b")])
-    else:
-        router.on_replica_actor_died(Replica("a").replica_id)
+    elif how == "found by a call":
+        router.on_replica_actor_died(replica.replica_id)
+    router._grace_s = 60
+    for _ in range(2):
+        with pytest.raises(ShardGone) as gone:
+            await asyncio.wait_for(router._choose_replica_for_request(pinned_to("a"), is_retry=True), timeout=1)
+        assert gone.value.details["certain"] is True
+
+
+async def test_a_replica_that_leaves_and_returns_alive_is_waited_for(router: PinnedRouter) -> None:
+    replica = Replica("a")
+    router.update_replicas([replica])
+    router.update_replicas([])  # Serve reconfigures it
     with pytest.raises(ShardGone) as gone:
-        await asyncio.wait_for(router._choose_replica_for_request(pinned_to("a")), timeout=1)
-    assert gone.value.details["certain"] is True
+        await router._choose_replica_for_request(pinned_to("a"))
+    assert gone.value.details["certain"] is False
+    waiting = asyncio.ensure_future(router._choose_replica_for_request(pinned_to("a")))
+    await asyncio.sleep(0.01)
+    router.update_replicas([replica])
+    assert await waiting is replica
 
 
 async def test_a_replica_that_refused_is_busy_and_one_that_was_not_reached_is_gone(router: PinnedRouter) -> None:
@@ -108,7 +131,7 @@ async def test_a_replica_that_refused_is_busy_and_one_that_was_not_reached_is_go
     router.on_new_queue_len_info(replica.replica_id, 7)
     with pytest.raises(Busy):
         await router._choose_replica_for_request(pinned_to("a"), is_retry=True)
-    router.on_replica_actor_unavailable(replica.replica_id)
+    router.on_replica_actor_unavailable(replica.replica_id)  # which stays alive
     with pytest.raises(ShardGone):
         await router._choose_replica_for_request(pinned_to("a"), is_retry=True)
 
