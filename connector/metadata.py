@@ -47,7 +47,7 @@ class Wishes:
         try:
             load = tuple((ChunkId(str(id_)), int(tokens)) for id_, tokens in params.get("load", ()))
             capture = tuple(CaptureRange(ChunkId(str(i)), int(s), int(n)) for i, s, n in params.get("capture", ()))
-        except (TypeError, ValueError):
+        except (AttributeError, OverflowError, TypeError, ValueError):
             return cls()
         if any(tokens <= 0 for _, tokens in load) or any(r.start < 0 or r.tokens <= 0 for r in capture):
             return cls()

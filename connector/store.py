@@ -54,7 +54,12 @@ class ChunkStore:
         return self._arriving[id_][0].kv
 
     def arrived(self, id_: ChunkId, rows: torch.Tensor) -> None:
-        """Marks tokens (int64 indices into the chunk) as captured in every layer; a complete chunk is published."""
+        """Marks tokens (int64 indices into the chunk) as captured in every layer; a complete chunk is published.
+
+        A chunk that is not arriving is passed over: two requests of one step may have captured it.
+        """
+        if id_ not in self._arriving:
+            return
         chunk, came = self._arriving[id_]
         came[rows] = True
         if bool(came.all()):
