@@ -1,0 +1,70 @@
+"""`memshard bench`: one command a benchmark. Each measures, prints a table, and writes the same report as JSON."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from cluster.processes import INTERRUPTED
+from sharding.errors import MemshardError
+
+app = typer.Typer(help="Measure what the README quotes.", no_args_is_help=True)
+
+Quick = Annotated[bool, typer.Option("--quick", help="Fewer rounds and sizes: does it work, and roughly how fast.")]
+Json = Annotated[Path | None, typer.Option("--json", dir_okay=False, help="Write the rows to this file.")]
+Plot = Annotated[Path | None, typer.Option("--plot", dir_okay=False, help="Write a PNG plot to this file.")]
+Url = Annotated[str | None, typer.Option("--url", help="A running server; by default one is started and stopped.")]
+Model = Annotated[Path | None, typer.Option(help="Directory of the language model; by default the packaged one.")]
+
+
+@app.callback()
+def bench() -> None:
+    """Measure what the README quotes."""
+
+
+@app.command()
+def ttft(
+    quick: Quick = False,
+    json: Json = None,
+    plot: Plot = None,
+    url: Url = None,
+    model: Model = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Rounds for each number of facts.")] = None,
+) -> None:
+    """Time to first token with memory injected, as text, natively cached, and without memory."""
+    if url is not None and model is not None:
+        raise MemshardError("--url names a server that has its model already; leave out --model")
+    _check_targets(json, plot)
+    from benchmarks import ttft, ttft_report
+    from benchmarks.results import Report, plot_lines
+    from benchmarks.server import serving
+
+    console = Console()
+    counts = ttft.QUICK_FACT_COUNTS if quick else ttft.FACT_COUNTS
+    rounds = rounds or (ttft.QUICK_ROUNDS if quick else ttft.ROUNDS)
+    try:
+        with serving(console, url, model) as address:
+            name, samples = ttft.measure(address, console, counts, rounds)
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+    finally:
+        console.show_cursor()
+    console.print(ttft_report.times(name, samples), ttft_report.ratios(samples), sep="\n")
+    if json is not None:
+        Report.of("ttft", list(ttft_report.rows(name, samples))).write_json(json)
+    if plot is not None:
+        title = f"Time to first token at the engine, {name}: median and quartiles"
+        plot_lines(plot, ttft_report.lines(samples), title=title, x="facts in memory (about 25 tokens each)", y="ms")
+
+
+def _check_targets(*paths: Path | None) -> None:
+    """Minutes of measuring must not end in a path that was wrong from the start. Raises MemshardError."""
+    for path in paths:
+        if path is not None and not path.absolute().parent.is_dir():
+            raise MemshardError(f"{path} cannot be written: there is no directory {path.absolute().parent}")
+    if paths[-1] is not None and importlib.util.find_spec("matplotlib") is None:
+        raise MemshardError("--plot needs matplotlib, which is not installed")

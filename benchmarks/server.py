@@ -1,0 +1,118 @@
+"""The server that a benchmark measures: one that already runs, or a `memshard serve` of its own.
+
+Its own one has a free port, one shard whose engine computes with one thread (the rest has the other cores), a Redis and
+logs in a temporary directory, and the models that are prepared already. The variables MEMSHARD_* apply to it, those of
+where it listens and what it stores in excepted. Refused: to leave a process behind, Ctrl-C and SIGTERM included.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+from rich.console import Console
+
+from cluster import models, processes
+from cluster.settings import PREFIX, Settings
+from sharding.errors import StartupError
+
+COMMAND = Path(sys.executable).with_name("memshard")
+STOP_MARGIN_S = 30.0  # beside the server's own deadline for running requests
+DEFAULTS = {"SHARDS": "1", "THREADS_PER_SHARD": "1"}
+OURS = ("REDIS_URL", "NAMESPACE", "STATE_DIR", "HOST", "PORT")
+
+
+@contextmanager
+def serving(console: Console, url: str | None = None, model: Path | None = None) -> Iterator[str]:
+    """The address of a ready server; one that was started here is stopped at the end.
+
+    Raises:
+        StartupError: it does not start; its directory, logs included, is kept then.
+    """
+    if url is not None:
+        yield url.rstrip("/")
+        return
+    settings = Settings.from_environment(model=model)
+    model_path = models.prepare_language_model(settings, console.print)
+    state_dir = Path(tempfile.mkdtemp(prefix="memshard-bench-"))
+    environment = _environment(os.environ, settings, model_path, state_dir)
+    port = _free_port()
+    with processes.interruptible():
+        processes.adopt_orphans()
+        with (state_dir / "serve.log").open("w") as log:
+            server = subprocess.Popen(
+                (str(COMMAND), "serve", "--host", "127.0.0.1", "--port", str(port)),
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # a Ctrl-C of ours is not its second one
+            )
+        try:
+            address = f"http://127.0.0.1:{port}"
+            with console.status("Starting a server (about a minute)"):
+                _wait_ready(server, address, settings.start_deadline_s, state_dir / "serve.log")
+            yield address
+        finally:
+            with console.status("Stopping the server"):
+                _stop(server, settings.stop_deadline_s + STOP_MARGIN_S)
+    shutil.rmtree(state_dir, ignore_errors=True)
+
+
+def _environment(given: Mapping[str, str], settings: Settings, model_path: Path, state_dir: Path) -> dict[str, str]:
+    """The server's environment: what was given, our defaults below it, what is ours above it."""
+    kept = {name: value for name, value in given.items() if name not in {PREFIX + ours for ours in OURS}}
+    defaults = {PREFIX + name: value for name, value in DEFAULTS.items()}
+    return {
+        **defaults,
+        **kept,
+        f"{PREFIX}STATE_DIR": str(state_dir),
+        f"{PREFIX}MODEL": str(model_path),
+        f"{PREFIX}SERVED_MODEL_NAME": models.model_name(settings),
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _wait_ready(server: subprocess.Popen[bytes], address: str, deadline_s: float, log: Path) -> None:
+    give_up = time.monotonic() + deadline_s
+    with httpx.Client(base_url=address, timeout=5.0, trust_env=False) as client:
+        while time.monotonic() < give_up:
+            if server.poll() is not None:
+                raise StartupError(f"The server did not start: {_last_line(log)} (see {log.parent})")
+            try:
+                if client.get("/readyz").status_code == httpx.codes.OK:
+                    return
+            except httpx.TransportError:
+                pass
+            time.sleep(0.2)
+    raise StartupError(f"The server was not ready within {deadline_s:.0f} s: {_last_line(log)} (see {log.parent})")
+
+
+def _stop(server: subprocess.Popen[bytes], deadline_s: float) -> None:
+    server.terminate()
+    try:
+        server.wait(deadline_s)
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        processes.end_descendants()
+
+
+def _last_line(log: Path) -> str:
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1].removeprefix("memshard: ") if lines else "it said nothing"
