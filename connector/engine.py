@@ -45,6 +45,8 @@ class EngineSettings:
     tensor_parallel: int = 1
     eager: bool = True
     max_batched_tokens: int | None = None
+    max_seqs: int | None = None
+    dtype: str = "auto"
     prefix_caching: bool = True
 
 
@@ -84,10 +86,12 @@ class MemoryEngine:
             "kv_cache_memory_bytes": settings.kv_cache_bytes,
             "block_size": settings.block_tokens,
             "max_num_batched_tokens": settings.max_batched_tokens,
+            "max_num_seqs": settings.max_seqs,
         }
         args = AsyncEngineArgs(
             model=str(settings.model),
             tensor_parallel_size=settings.tensor_parallel,
+            dtype=settings.dtype,
             enforce_eager=settings.eager,
             enable_prefix_caching=settings.prefix_caching,
             scheduling_policy="priority",

@@ -89,8 +89,12 @@ class FactChunks:
         return [id_ for ids in self._layouts.values() for id_ in ids]
 
     def jobs(self, resident: Callable[[ChunkId], bool]) -> Iterator[EncodeJob]:
-        """What to prefill so that every fact has its chunk, the latest told first."""
-        for layout, ids in reversed(self._layouts.items()):
+        """What to prefill so that every fact has its chunk, the latest told first; a fact that is longer than the room
+        even alone has none. Ends where the facts change meanwhile, so that no deleted one is encoded after all."""
+        layouts = self._layouts
+        for layout, ids in reversed(layouts.items()):
+            if layouts is not self._layouts:
+                return
             start = len(self._head) + sum(len(line.token_ids) for line in layout.lines[: layout.window])
             captures: list[CaptureRange] = []
             end = 0
@@ -99,7 +103,7 @@ class FactChunks:
                     captures.append(CaptureRange(id_, start, len(line.token_ids)))
                     end = start + len(line.token_ids)
                 start += len(line.token_ids)
-            if captures:
+            if captures and end <= self._room:
                 yield EncodeJob(self._tokens(layout.lines)[:end], tuple(captures))
 
     def _lay_out(self, lines: Sequence[Line]) -> Iterator[_Layout]:
