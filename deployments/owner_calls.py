@@ -2,7 +2,8 @@
 
 `WrongShard` and `ShardGone` mean "not there": before a chat's first event, and for every other call (all of them
 may be repeated: adding a fact twice is one fact), the directory is asked again and the call is sent once more.
-After the first token nothing is retried. A second failure is `Unavailable`.
+After the first token nothing is retried. A second failure is `Unavailable`, with one exception: a shard that first
+could not be reached and by then is known to be dead, whose user another shard can claim.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from sharding.ids import Placement, UserId
 
 T = TypeVar("T")
 
-ATTEMPTS = 2
+Misplaced = WrongShard | ShardGone
 
 
 class OwnerCalls:
@@ -35,19 +36,21 @@ class OwnerCalls:
     async def call(self, user: UserId, hop: Callable[[Placement, float], Awaitable[T]]) -> T:
         """`hop(placement, deadline_s)` sends one call to `placement.shard` and returns its answer."""
         left_s = self._countdown()
-        for _ in range(ATTEMPTS):
+        failures: list[Misplaced] = []
+        while _may_try(failures):
             placement = await self._owners.owner(user)
             try:
                 return await hop(placement, left_s())
             except (WrongShard, ShardGone) as error:
                 self._owners.distrust(placement.shard, user, error)
-                failure = error
-        raise _unavailable() from failure
+                failures.append(error)
+        raise _unavailable() from failures[-1]
 
     async def chat(self, user: UserId | None, call: ChatCall) -> AsyncGenerator[ChatEvent, None]:
         """The events of `call`, whose placement is filled in here; None for a caller without identity."""
         left_s = self._countdown()
-        for _ in range(ATTEMPTS):
+        failures: list[Misplaced] = []
+        while _may_try(failures):
             placement = await self._owners.owner(user) if user is not None else None
             shard = placement.shard if placement is not None else await self._owners.any_shard()
             started = False
@@ -60,10 +63,10 @@ class OwnerCalls:
                 return
             except (WrongShard, ShardGone) as error:
                 self._owners.distrust(shard, user, error)
-                failure = error
                 if started:
                     raise Unavailable("The shard was lost while it answered; send the request again.") from error
-        raise _unavailable() from failure
+                failures.append(error)
+        raise _unavailable() from failures[-1]
 
     def _countdown(self) -> Callable[[], float]:
         """A function that returns the seconds left; raises DeadlineExceeded when there are none."""
@@ -76,6 +79,10 @@ class OwnerCalls:
             return left
 
         return left_s
+
+
+def _may_try(failures: list[Misplaced]) -> bool:
+    return len(failures) < 2 or (len(failures) == 2 and bool(failures[-1].details.get("certain")))
 
 
 def _unavailable() -> Unavailable:

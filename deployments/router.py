@@ -22,7 +22,7 @@ import asyncio
 import contextlib
 from typing import Any
 
-from ray.exceptions import ActorDiedError, RayError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 from ray.serve._private.common import ReplicaID
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
@@ -30,6 +30,7 @@ from sharding.errors import Busy, MemshardError, ShardGone
 from sharding.ids import ShardId
 
 DEFAULT_GRACE_S = 0.5
+PROBE_PAUSE_S = 0.05
 
 
 class PinnedRouter(RequestRouter):  # type: ignore[misc]  # ray ships no types
@@ -85,10 +86,19 @@ class PinnedRouter(RequestRouter):  # type: ignore[misc]  # ray ships no types
             with contextlib.suppress(TimeoutError, RayError):
                 try:
                     async with asyncio.timeout(self._grace_s):
-                        await suspect.get_queue_len(deadline_s=self._grace_s)
+                        await self._probe(suspect)
                 except ActorDiedError:
                     self.on_replica_actor_died(replica_id)
         return replica_id in self._dead
+
+    async def _probe(self, suspect: RunningReplica) -> None:
+        """Return once the replica answers; raises ActorDiedError. For a while after its end it is "unavailable"."""
+        while True:
+            try:
+                await suspect.get_queue_len(deadline_s=self._grace_s)
+                return
+            except ActorUnavailableError:
+                await asyncio.sleep(PROBE_PAUSE_S)
 
     async def _wait_for(self, replica_id: ReplicaID) -> RunningReplica | None:
         """The replica as soon as it is on Serve's list, or None after the grace."""

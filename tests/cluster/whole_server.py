@@ -51,9 +51,8 @@ class WholeServer:
         )
         give_up = time.monotonic() + START_S
         while True:
-            assert self.process.poll() is None and time.monotonic() < give_up, (
-                self.state_dir / "serve.log"
-            ).read_text()
+            alive = self.process.poll() is None and time.monotonic() < give_up
+            assert alive, (self.state_dir / "serve.log").read_text()
             try:
                 if self.http.get("/readyz").status_code == 200 and len(self.shards()) == 2:
                     return

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field, replace
 
 from deployments.gateway import Gateway
@@ -76,6 +76,7 @@ class FakeShard:
     facts: dict[UserId, dict[FactId, FactView]] = field(default_factory=dict)
     chats: list[ChatCall] = field(default_factory=list)
     refuse_with: MemshardError | None = None  # instead of starting
+    then: Callable[[], None] = lambda: None  # after a refusal
     break_with: Exception | None = None  # after the first piece of text
     stall: bool = False  # after the first piece of text, for ever
     stall_before_start: bool = False
@@ -165,6 +166,7 @@ class FakeShards(Shards):
         if placement is not None and self.directory.placements.get(placement.user) != placement:
             raise WrongShard("The epoch is over.", shard=shard)
         if here.refuse_with is not None:
+            here.then()
             raise here.refuse_with
         return here
 

@@ -195,7 +195,7 @@ def encoded(value: object) -> bytes:
     return json.dumps(value).encode()  # lone surrogates and NaN included
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(fields=st.dictionaries(st.sampled_from(CHAT_FIELDS), JSON, max_size=4), messages=MESSAGES)
 async def test_no_chat_body_brings_the_gateway_down(
     client: httpx.AsyncClient, fields: dict[str, Any], messages: list[Any]
@@ -206,14 +206,14 @@ async def test_no_chat_body_brings_the_gateway_down(
     assert b'"server_error"' not in response.content
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(fields=st.dictionaries(st.sampled_from(["user_id", "messages", "infer", "x"]), JSON, max_size=4))
 async def test_no_memory_body_brings_the_gateway_down(client: httpx.AsyncClient, fields: dict[str, Any]) -> None:
     response = await client.post("/v1/memories", content=encoded({"user_id": "a", "messages": "b", **fields}))
     assert response.status_code < 500, response.text
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(body=st.binary(max_size=60))
 async def test_no_bytes_bring_the_gateway_down(client: httpx.AsyncClient, body: bytes) -> None:
     assert (await client.post(CHAT, content=body)).status_code in (400, 404)

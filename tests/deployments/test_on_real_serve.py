@@ -196,8 +196,10 @@ async def test_a_killed_shard_fails_its_calls_and_its_users_are_answered_by_the_
     stranded = asyncio.ensure_future(http.post(CHAT, json=body("sleep at once", "eve"), timeout=3))
     await asyncio.sleep(0.5)
     os.kill(pid, signal.SIGKILL)
-    with pytest.raises(ShardGone) as gone:
+    with pytest.raises(ShardGone):
         await asyncio.wait_for(in_flight, timeout=5)
+    with pytest.raises(ShardGone) as gone:
+        await app.client.add(owner, add_call(owner), DEADLINE_S)
     assert gone.value.details["certain"] is True
     with pytest.raises(httpx.ReadTimeout):  # retried before its first token, and asleep on the other shard by now
         await stranded

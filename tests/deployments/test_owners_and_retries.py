@@ -76,6 +76,16 @@ async def test_a_shard_that_only_cannot_be_reached_keeps_its_users(client: httpx
     assert cluster.directory.placements[ADA] == Placement(ADA, owner.id, 1)
 
 
+async def test_a_shard_first_not_reached_and_then_known_dead_is_left_too(
+    client: httpx.AsyncClient, cluster: Cluster
+) -> None:
+    owner = await owner_after_a_chat(client, cluster)
+    owner.refuse_with = ShardGone("Not reached.", certain=False)
+    owner.then = lambda: cluster.shards.kill(owner.id, heartbeat_remains=True)
+    assert (await ask(client)).status_code == 200
+    assert cluster.shards.of(ADA) is cluster.other_than(owner)
+
+
 async def test_a_moved_user_is_followed_to_the_new_owner(client: httpx.AsyncClient, cluster: Cluster) -> None:
     old = await owner_after_a_chat(client, cluster)
     new = cluster.other_than(old)

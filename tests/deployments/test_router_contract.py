@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import ray
-from ray.exceptions import ActorDiedError
+from ray.exceptions import ActorDiedError, ActorUnavailableError
 from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID, RequestMetadata
 from ray.serve._private.router import AsyncioRouter
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
@@ -26,10 +26,12 @@ class Replica:
     def __init__(self, unique_id: str) -> None:
         self.replica_id = ReplicaID(unique_id=unique_id, deployment_id=DEPLOYMENT)
         self.died = False
+        self.probes = 0  # since it died; Ray needs a moment to know
 
     async def get_queue_len(self, *, deadline_s: float) -> int:
         if self.died:
-            raise ActorDiedError
+            self.probes += 1
+            raise ActorDiedError if self.probes > 1 else ActorUnavailableError("not reached", b"x" * 16)
         return 0
 
 
