@@ -11,7 +11,7 @@ from cluster.models import prepare_language_model
 from cluster.settings import Settings
 
 # Deadlines measure the machine, which is shared; the whole run has a time limit of its own.
-settings.register_profile("memshard", deadline=None)
+settings.register_profile("memshard", deadline=None, max_examples=50)
 settings.load_profile("memshard")
 
 
