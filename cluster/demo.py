@@ -48,23 +48,23 @@ PEOPLE = (
             "I drive a blue electric car that I bought second-hand in March.",
             "Next summer I will sail to the Faroe Islands to count puffins.",
         ),
-        ("What is my dog called?", "What am I allergic to?", "In which city does my sister live?"),
+        ("What is the name of my dog?", "What colour is my car?", "What is the name of my sister?"),
     ),
     Person(
         "Tomas",
         (
             "My name is Tomas Novak and I teach mathematics at a school in Prague.",
-            "My dog is called Pascal. She is a large white sheepdog and sleeps under my desk.",
+            "My dog is called Pascal. He is a large white sheepdog who sleeps under my desk.",
             "I have two children, Eva, who is nine, and Karel, who is six years old.",
             "I am allergic to strawberries, so I always ask what is in a dessert.",
             "On Saturdays I repair old clocks, and I own forty-one of them by now.",
             "My brother Jan lives in Toronto and works there as a bus driver.",
             "I prefer tea to coffee, and I take it with honey and a slice of lemon.",
             "My favourite film is a silent comedy that I have seen more than twenty times.",
-            "I go to work by bicycle, even in winter, along the river.",
+            "I drive an old red van that I repaired myself last autumn.",
             "Next spring I will walk from Prague to Vienna with two old friends.",
         ),
-        ("What is my dog called?", "What am I allergic to?", "In which city does my brother live?"),
+        ("What is the name of my dog?", "What colour is my van?", "What is the name of my brother?"),
     ),
 )
 

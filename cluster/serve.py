@@ -64,13 +64,14 @@ def announce(settings: Settings, console: Console) -> None:
     """Print the address and two commands that work as pasted."""
     remember = {
         "user_id": "ada",
-        "messages": [{"role": "user", "content": "My dog is called Biscuit."}],
+        "messages": [{"role": "user", "content": "My dog is called Biscuit, and he is afraid of seagulls."}],
         "infer": False,
     }
     ask = {
         "model": models.model_name(settings),
         "user_id": "ada",
-        "messages": [{"role": "user", "content": "What is my dog called?"}],
+        "messages": [{"role": "user", "content": "What is the name of my dog?"}],
+        "temperature": 0,
     }
     url = settings.base_url
     for line in (
