@@ -82,17 +82,21 @@ class _Frame:
 
 async def _completion(events: AsyncGenerator[ChatEvent, None], frame: _Frame) -> JSONObject:
     """The whole answer as one object."""
+    texts: list[str] = []
+    finished = None
     async with aclosing(events):
         started = _expect(ChatStarted, await anext(events, None))
-        texts: list[str] = []
-        async for piece in events:
+        async for piece in events:  # to its end, so that the shard's last step is not taken for a hang-up
             if isinstance(piece, ChatFinished):
-                message = {"role": "assistant", "content": "".join(texts), "refusal": None}
-                choice = {"index": 0, "message": message, "finish_reason": piece.finish_reason, "logprobs": None}
-                counts = usage(started, piece)
-                return frame.completion(choices=[choice], usage=counts, memory=memory_object(piece.memory))
-            texts.append(_expect(ChatDelta, piece).text)
-    raise _cut_short()
+                finished = piece
+            else:
+                texts.append(_expect(ChatDelta, piece).text)
+    if finished is None:
+        raise _cut_short()
+    message = {"role": "assistant", "content": "".join(texts), "refusal": None}
+    choice = {"index": 0, "message": message, "finish_reason": finished.finish_reason, "logprobs": None}
+    counts = usage(started, finished)
+    return frame.completion(choices=[choice], usage=counts, memory=memory_object(finished.memory))
 
 
 async def _stream(
@@ -115,7 +119,7 @@ async def _stream(
             async for piece in events:
                 if isinstance(piece, ChatFinished):
                     finished = piece
-                    break
+                    continue
                 yield event(frame.chunk({"content": _expect(ChatDelta, piece).text}, **no_usage))
         if finished is None:
             raise _cut_short()

@@ -16,6 +16,7 @@ from deployments.messages import (
     AddedFact,
     ChatCall,
     ChatEvent,
+    ChatFinished,
     FactCall,
     FactPage,
     FactView,
@@ -84,6 +85,7 @@ class ShardClient(Shards):
                     raise _translated(error, shard) from error
                 except asyncio.CancelledError as cancelled:
                     raise _cancelled_elsewhere(shard) from cancelled
+                finished = isinstance(event, ChatFinished)  # nothing is left to abort
                 yield event
         finally:
             if not finished:

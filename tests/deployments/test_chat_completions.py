@@ -185,3 +185,11 @@ async def test_the_models_are_listed_by_the_name_that_is_served(client: httpx.As
     assert [model["id"] for model in listed["data"]] == [MODEL]
     assert (await client.get(f"/v1/models/{MODEL}")).json() == listed["data"][0]
     assert (await client.get("/v1/models/org/other")).json()["error"]["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_that_ends_well_is_never_aborted(
+    client: httpx.AsyncClient, cluster: Cluster, stream: bool
+) -> None:
+    assert (await client.post(CHAT, json={**HELLO, "user_id": "ada", "stream": stream})).status_code == 200
+    assert not cluster.shards.of("ada").aborted.is_set()
