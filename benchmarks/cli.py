@@ -57,8 +57,14 @@ def ttft(
     if json is not None:
         Report.of("ttft", list(ttft_report.rows(name, samples))).write_json(json)
     if plot is not None:
-        title = f"Time to first token at the engine, {name}: median and quartiles"
-        plot_lines(plot, ttft_report.lines(samples), title=title, x="facts in memory (about 25 tokens each)", y="ms")
+        title = f"Time to first token at the engine, {name}"
+        plot_lines(
+            plot,
+            ttft_report.lines(samples),
+            title=title,
+            x="facts in memory (about 25 tokens each)",
+            y="ms, median and quartiles",
+        )
 
 
 def _check_targets(*paths: Path | None) -> None:

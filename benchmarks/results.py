@@ -46,8 +46,9 @@ class Spread:
         """As fields of a row: `name_s`, `name_q1_s`, `name_q3_s`."""
         return {f"{name}_{unit}": self.median, f"{name}_q1_{unit}": self.q1, f"{name}_q3_{unit}": self.q3}
 
-    def text(self, scale: float = 1.0, digits: int = 1) -> str:
-        """`median (q1-q3)`, each multiplied by `scale`."""
+    def text(self, scale: float = 1.0) -> str:
+        """`median (q1-q3)`, each multiplied by `scale`; with a decimal below 100."""
+        digits = 0 if scale * self.median >= 100 else 1
         q1, median, q3 = (f"{scale * value:.{digits}f}" for value in (self.q1, self.median, self.q3))
         return f"{median} ({q1}-{q3})"
 
@@ -104,6 +105,7 @@ def plot_lines(path: Path, lines: Sequence[Line], *, title: str, x: str, y: str)
         medians = [spread.median for spread in spreads]
         axes.errorbar(at, medians, yerr=(below, above), label=line.name, marker="o", capsize=3)
     axes.set(title=title, xlabel=x, ylabel=y)
+    axes.set_xticks(sorted({at for line in lines for at in line.points}))
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     axes.legend()

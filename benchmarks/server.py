@@ -38,34 +38,41 @@ def serving(console: Console, url: str | None = None, model: Path | None = None)
     Raises:
         StartupError: it does not start; its directory, logs included, is kept then.
     """
-    if url is not None:
-        yield url.rstrip("/")
-        return
-    settings = Settings.from_environment(model=model)
-    model_path = models.prepare_language_model(settings, console.print)
-    state_dir = Path(tempfile.mkdtemp(prefix="memshard-bench-"))
-    environment = _environment(os.environ, settings, model_path, state_dir)
-    port = _free_port()
     with processes.interruptible():
-        processes.adopt_orphans()
-        with (state_dir / "serve.log").open("w") as log:
-            server = subprocess.Popen(
-                (str(COMMAND), "serve", "--host", "127.0.0.1", "--port", str(port)),
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # a Ctrl-C of ours is not its second one
-            )
+        if url is not None:
+            yield url.rstrip("/")
+            return
+        settings = Settings.from_environment(model=model)
+        model_path = models.prepare_language_model(settings, console.print)
+        state_dir = Path(tempfile.mkdtemp(prefix="memshard-bench-"))
+        log, address = state_dir / "serve.log", f"http://127.0.0.1:{(port := _free_port())}"
+        server = _start(port, log, _environment(os.environ, settings, model_path, state_dir))
+        keep = False
         try:
-            address = f"http://127.0.0.1:{port}"
             with console.status("Starting a server (about a minute)"):
-                _wait_ready(server, address, settings.start_deadline_s, state_dir / "serve.log")
+                _wait_ready(server, address, settings.start_deadline_s, log)
             yield address
+        except StartupError:
+            keep = True
+            raise
         finally:
             with console.status("Stopping the server"):
                 _stop(server, settings.stop_deadline_s + STOP_MARGIN_S)
-    shutil.rmtree(state_dir, ignore_errors=True)
+            if not keep:
+                shutil.rmtree(state_dir, ignore_errors=True)
+
+
+def _start(port: int, log: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    processes.adopt_orphans()  # what the server may leave behind is then below us
+    with log.open("w") as output:
+        return subprocess.Popen(
+            (str(COMMAND), "serve", "--host", "127.0.0.1", "--port", str(port)),
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # a Ctrl-C of ours is not its second one
+        )
 
 
 def _environment(given: Mapping[str, str], settings: Settings, model_path: Path, state_dir: Path) -> dict[str, str]:

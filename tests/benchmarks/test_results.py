@@ -32,6 +32,7 @@ def test_a_spread_names_its_fields_with_their_unit() -> None:
 
 def test_a_spread_reads_as_median_and_range() -> None:
     assert Spread(0.0101, 0.02, 0.0309).text(1000.0) == "20.0 (10.1-30.9)"
+    assert Spread(1.907, 1.982, 2.007).text(1000.0) == "1982 (1907-2007)"
 
 
 def test_a_report_is_bench_commit_machine_and_flat_rows(tmp_path: Path) -> None:
