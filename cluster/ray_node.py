@@ -11,11 +11,12 @@ import logging
 import os
 import re
 import shutil
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -118,8 +119,7 @@ class RayNode:
         from ray import serve
 
         if ray.is_initialized():
-            # Ray reports as an error that the controller it has just been told to kill is dead.
-            with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+            with _silence():  # Ray reports as errors that processes it has just stopped are gone
                 if self._serves:
                     _within(self._settings.stop_deadline_s, serve.shutdown)
                 _within(RAY_STOP_DEADLINE_S, ray.shutdown)
@@ -163,6 +163,24 @@ def refusal_in(status: ServeStatus) -> str | None:
 
 def _last_line(text: str) -> str:
     return (text.strip().splitlines() or [""])[-1].strip()
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Drop what this process writes to stdout and stderr, Ray's C++ core included."""
+    kept = [os.dup(1), os.dup(2)]
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        sys.stdout.flush()
+        os.dup2(nowhere, 1)
+        os.dup2(nowhere, 2)
+        yield
+        sys.stdout.flush()
+    finally:
+        for target, saved in enumerate(kept, start=1):
+            os.dup2(saved, target)
+        for descriptor in (*kept, nowhere):
+            os.close(descriptor)
 
 
 def _within(deadline_s: float, action: Callable[[], object]) -> None:

@@ -62,6 +62,19 @@ def test_a_stop_leaves_no_process_and_may_be_repeated(tmp_path: Path) -> None:
     assert not _runs(server.pid)
 
 
+def test_one_that_was_killed_comes_back_at_the_same_address_with_its_data(tmp_path: Path) -> None:
+    with EmbeddedRedis(tmp_path) as server:
+        server.wait_ready()
+        with redis.Redis.from_url(server.url) as client:
+            client.set("fact", "tea at four")
+        psutil.Process(server.pid).kill()
+        psutil.Process(server.pid).wait()
+        server.revive()
+        server.wait_ready()
+        with redis.Redis.from_url(server.url) as client:
+            assert client.get("fact") == b"tea at four"
+
+
 def test_a_second_server_on_the_same_data_is_refused_with_the_pid_of_the_first(tmp_path: Path) -> None:
     with EmbeddedRedis(tmp_path) as server:
         server.wait_ready()
