@@ -1,0 +1,142 @@
+"""Which models are served from chunks: those whose keys can be moved exactly, read from their own rotary modules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from toy_model import ARCHITECTURES, ToyAttention, rotary
+
+from connector.probe import PROVED_ARCHITECTURES, Refused, check_attention, read_rotation
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+EXACT: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "llama3": LLAMA3,
+    "yarn, with its amplitude": YARN,
+    "linear": {"rope_type": "linear", "factor": 2.0},
+    "partial": {"partial_rotary_factor": 0.5},
+    "another base": {"rope_theta": 1_000_000.0},
+}
+
+
+def model_of(*modules: torch.nn.Module) -> torch.nn.Module:
+    return torch.nn.ModuleList(modules)
+
+
+@pytest.mark.parametrize("neox", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", EXACT)
+def test_a_rotation_that_grows_linearly_with_the_position_is_read_from_the_module_and_proved(
+    kind: str, dtype: torch.dtype, neox: bool
+) -> None:
+    module = rotary(dtype, neox, head_dim=64, **EXACT[kind])
+    rotation = read_rotation(model_of(module))
+    assert rotation.neox == neox
+    assert rotation.rotary_dim == (32 if kind == "partial" else 64)
+
+
+def test_the_frequencies_of_a_plain_rotation_are_powers_of_its_base() -> None:
+    expected = 10_000.0 ** -(torch.arange(0, 64, 2, dtype=torch.float64) / 64)
+    read = read_rotation(model_of(rotary(head_dim=64))).frequencies
+    torch.testing.assert_close(read.double(), expected, rtol=1e-6, atol=1e-9)
+
+
+def test_a_module_shared_by_all_layers_is_one_rotation() -> None:
+    module = rotary()
+    assert read_rotation(model_of(module, module, torch.nn.Linear(2, 2))).neox
+
+
+def test_layers_that_rotate_differently_are_refused() -> None:
+    for other in (rotary(rope_theta=20_000.0), rotary(neox=False)):
+        with pytest.raises(Refused, match="rotate differently"):
+            read_rotation(model_of(rotary(), other))
+
+
+def test_a_model_without_rotary_positions_is_refused() -> None:
+    with pytest.raises(Refused, match="not rotary"):
+        read_rotation(model_of(torch.nn.Linear(2, 2)))
+
+
+def test_angles_that_do_not_grow_linearly_are_refused() -> None:
+    """As a scaling that sets in at some length does."""
+    module = rotary(positions=300)
+    table = module._compute_cos_sin_cache()
+    table[200:] = table[: len(table) - 200]
+    module._compute_cos_sin_cache = lambda: table
+    try:
+        with pytest.raises(Refused, match="do not grow linearly"):
+            read_rotation(model_of(module))
+    finally:
+        del module._compute_cos_sin_cache  # vLLM shares equal modules
+
+
+def test_a_module_that_does_something_else_than_its_table_says_is_refused() -> None:
+    module = rotary(positions=301)
+    plain = module.forward
+    module.forward = lambda positions, query, key: plain(positions // 2, query, key)
+    try:
+        with pytest.raises(Refused, match="does not agree with keys moved"):
+            read_rotation(model_of(module))
+    finally:
+        del module.forward
+
+
+# -- attention --------------------------------------------------------------------------------------------------------
+
+
+def test_plain_attention_of_a_proved_architecture_is_accepted() -> None:
+    for architecture in PROVED_ARCHITECTURES:
+        check_attention({"a": ToyAttention(), "b": ToyAttention()}, [architecture])
+
+
+@pytest.mark.parametrize("architectures", [[], ["GPT2LMHeadModel"], [*ARCHITECTURES, "GPT2LMHeadModel"]])
+def test_an_architecture_that_was_never_proved_is_refused_and_the_proved_ones_named(architectures: list[str]) -> None:
+    with pytest.raises(Refused, match=r"not among those proved .*LlamaForCausalLM"):
+        check_attention({"a": ToyAttention()}, architectures)
+
+
+class FusedBackend:
+    forward_includes_kv_cache_update = True
+
+    @staticmethod
+    def get_name() -> str:
+        return "FUSED"
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "reason"),
+    [
+        ("attn_type", "encoder_only", "not decoder self-attention"),
+        ("sliding_window", 4096, "sliding window of 4096 tokens"),
+        ("kv_sharing_target_layer_name", "model.layers.0", "shares the cache of model.layers.0"),
+        ("head_size_v", 4, "values of another width"),
+        ("attn_backend", FusedBackend, "FUSED does not update its cache apart"),
+        ("impl", object(), "TOY does not update its cache apart"),
+        ("num_kv_heads", 1, "differ in heads"),
+        ("dtype", torch.bfloat16, "differ in heads, head size or dtype"),
+    ],
+)
+def test_attention_whose_cache_cannot_be_read_and_written_is_refused(
+    attribute: str, value: object, reason: str
+) -> None:
+    odd = ToyAttention()
+    setattr(odd, attribute, value)
+    with pytest.raises(Refused, match=reason):
+        check_attention({"a": ToyAttention(), "b": odd}, ARCHITECTURES)
+
+
+def test_what_is_no_attention_or_not_there_is_refused() -> None:
+    with pytest.raises(Refused, match="b is not plain attention but Linear"):
+        check_attention({"a": ToyAttention(), "b": torch.nn.Linear(2, 2)}, ARCHITECTURES)
+    with pytest.raises(Refused, match="no attention layer"):
+        check_attention({}, ARCHITECTURES)
