@@ -45,7 +45,11 @@ class Encoder:
         return sum(len(job.captures) for jobs in pending.values() for job in jobs())
 
     async def submit(self, owner: str, jobs: Jobs) -> None:
-        """Encode what `owner` lacks, soon; replaces what the owner submitted before and was not begun."""
+        """Encode what `owner` lacks, soon; replaces what the owner submitted before, but for the job that runs.
+
+        Chunks that the owner no longer wants are forgotten after this, not before: until then the earlier jobs may go
+        on, and a job that runs is told when it ends what was forgotten meanwhile.
+        """
         if self._engine.refusal is None:
             async with self._changed:
                 self._waiting[owner] = jobs
@@ -75,6 +79,8 @@ class Encoder:
             try:
                 for job in jobs():
                     await self._encode(owner, job)
+                    if owner in self._waiting:
+                        break  # the rest may name facts that are deleted by now
             except EngineFailed as error:
                 log.error("Encoding stopped: %s", error)  # the health check ends this replica
             except Exception:  # the loop's edge: one owner's failure must not end encoding for the others

@@ -31,14 +31,16 @@ class Heads:
     async def piece(self, token_ids: Sequence[int]) -> Piece:
         """The head as a piece of prompt; on first sight its encoding is begun."""
         id_ = chunk_id(self._digest, SHARED, (), token_ids)
-        if id_ not in self._pieces:
-            self._pieces[id_] = Piece(tuple(token_ids), id_)
-            if len(self._pieces) > HEADS_KEPT:
-                oldest, _ = self._pieces.popitem(last=False)
-                await self._encoder.forget([oldest])
-            await self._encoder.submit(SHARED, self._jobs)
-        self._pieces.move_to_end(id_)
-        return self._pieces[id_]
+        known = self._pieces.get(id_)
+        if known is not None:
+            self._pieces.move_to_end(id_)
+            return known
+        piece = self._pieces[id_] = Piece(tuple(token_ids), id_)
+        await self._encoder.submit(SHARED, self._jobs)
+        if len(self._pieces) > HEADS_KEPT:
+            oldest, _ = self._pieces.popitem(last=False)
+            await self._encoder.forget([oldest])
+        return piece
 
     async def encoded(self) -> None:
         """Returns when every head seen so far was encoded, or could not be."""

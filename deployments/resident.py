@@ -65,9 +65,9 @@ class Residents:
                 user, self._model_digest, self._head, window_facts=self._window_facts, room_tokens=self._room_tokens
             )
         chunks.update([lines[fact.id] for fact in memory.facts])
+        await self._encoder.submit(user, lambda: chunks.jobs(self._ledger.peek_resident))
         wanted = set(chunks.ids())
         await self._encoder.forget([id_ for id_ in self._ledger.ids_of(user) if id_ not in wanted])
-        await self._encoder.submit(user, lambda: chunks.jobs(self._ledger.peek_resident))
 
     async def ready(self, memory: UserMemory) -> FactChunks:
         """The user's chunks, set up on first touch; every fact is in the index when this returns."""
