@@ -1,0 +1,290 @@
+"""Embeddings and chunks follow the facts of a resident user: what is told gets them, what is deleted loses them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from slow_engine import SlowEngine
+
+from connector.ledger import ChunkLedger
+from connector.plan import Piece
+from connector.template import PromptTemplate
+from deployments.encoder import Encoder
+from deployments.resident import Residents
+from sharding.errors import Unavailable, WrongShard
+from sharding.facts import Fact, text_hash
+from sharding.ids import FactId, Placement, ShardId, UserId
+from sharding.user_memory import UserMemory
+
+BUDGET = 10_000
+WINDOW = 2
+DIM = 2
+PLACEMENT = Placement(UserId("alice"), ShardId("here"), 1)
+
+
+class LetterTokenizer:
+    """A token a character, and a chat template of one line."""
+
+    chat_template = "yes"
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> str:
+        return "".join(f"[{message['role']}] {message['content']}\n" for message in messages) + "[assistant]"
+
+    def encode(self, text: str, **_: Any) -> list[int]:
+        return [ord(letter) for letter in text]
+
+
+class LengthEmbedder:
+    """Embeds a text by its length; counts what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[str]] = []
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        self.asked.append(list(texts))
+        await self.gate.wait()
+        angles = np.array([len(text) for text in texts], np.float32)
+        return np.stack([np.cos(angles), np.sin(angles)], axis=1)
+
+
+class Shelf:
+    """The part of `FactStore` that keeps embeddings."""
+
+    def __init__(self) -> None:
+        self.kept: dict[FactId, bytes] = {}
+        self.fails_with: Exception | None = None
+
+    async def put_embeddings(self, placement: Placement, embeddings: Mapping[FactId, bytes]) -> None:
+        if self.fails_with is not None:
+            raise self.fails_with
+        assert placement == PLACEMENT
+        self.kept.update(embeddings)
+
+
+class Home:
+    """`Residents` and everything around them; the encoder, the ledger and the memory are the real ones."""
+
+    def __init__(self, budget: int = BUDGET) -> None:
+        self.engine = SlowEngine(budget)
+        self.ledger = ChunkLedger(budget, self.engine.token_bytes)
+        self.encoder = Encoder(self.engine, self.ledger)  # type: ignore[arg-type]
+        self.embedder = LengthEmbedder()
+        self.shelf = Shelf()
+        self.template = PromptTemplate(LetterTokenizer())
+        self.residents = Residents(
+            self.shelf,  # type: ignore[arg-type]
+            self.embedder,  # type: ignore[arg-type]
+            self.encoder,
+            self.ledger,
+            self.template,
+            model_digest="model",
+            window_facts=WINDOW,
+            room_tokens=1_000,
+        )
+        self.memory = UserMemory(PLACEMENT, DIM)
+
+    async def tell(self, *seqs: int) -> None:
+        self.memory.add(fact(seq) for seq in seqs)
+        await self.residents.changed(self.memory)
+
+    async def delete(self, seq: int) -> None:
+        assert self.memory.remove(fact(seq).id)
+        await self.residents.changed(self.memory)
+
+    async def settled(self) -> None:
+        await self.encoder.settled(PLACEMENT.user)
+
+    def encoded(self) -> set[int]:
+        return {f.seq for f in self.memory.facts if self.residents.encoded(self.memory, f.id)}
+
+    def worker_texts(self) -> list[str]:
+        return sorted("".join(map(chr, tokens)) for tokens in self.engine.chunks.values())
+
+
+def fact(seq: int) -> Fact:
+    text = f"fact {seq}"
+    return Fact(FactId(f"f{seq}"), PLACEMENT.user, text, text_hash(text), "t", seq, 1, "now", "now")
+
+
+@pytest.fixture
+async def home() -> AsyncIterator[Home]:
+    home = Home()
+    yield home
+    home.encoder.close()
+    home.ledger.check_integrity()
+    home.memory.check_integrity()
+
+
+async def test_facts_are_text_until_their_chunks_are_there(home: Home) -> None:
+    home.engine.gate.clear()
+    await home.tell(0, 1, 2)
+    assert home.encoded() == set()
+    chunks = await home.residents.ready(home.memory)
+    piece = chunks.piece(FactId("f1"))
+    assert home.residents.servable(piece) == Piece(tuple(map(ord, "- fact 1\n")))
+    home.engine.gate.set()
+    await home.settled()
+    assert home.encoded() == {0, 1, 2}
+    assert home.residents.servable(piece) == piece
+    assert home.worker_texts() == ["- fact 0\n", "- fact 1\n", "- fact 2\n"]
+
+
+async def test_facts_are_encoded_behind_the_default_head_and_their_window(home: Home) -> None:
+    await home.tell(0, 1, 2, 3)
+    await home.settled()
+    head = home.template.default_head()
+    prompts = ["".join(map(chr, prefill.token_ids[len(head) :])) for prefill in home.engine.prefills]
+    assert all(list(prefill.token_ids[: len(head)]) == head for prefill in home.engine.prefills)
+    assert prompts == ["- fact 0\n- fact 1\n- fact 2\n- fact 3\n", "- fact 0\n- fact 1\n"]
+
+
+async def test_a_fact_told_later_is_the_only_one_encoded_then(home: Home) -> None:
+    await home.tell(0, 1, 2)
+    await home.settled()
+    before = len(home.engine.prefills)
+    await home.tell(3)
+    await home.settled()
+    assert [len(prefill.captures) for prefill in home.engine.prefills[before:]] == [1]
+
+
+async def test_a_deleted_fact_and_all_that_was_encoded_behind_it_are_gone_when_the_change_is_done(home: Home) -> None:
+    await home.tell(0, 1, 2, 3, 4)
+    await home.settled()
+    home.engine.fails_with = RuntimeError("nothing is encoded again in this test")
+    await home.delete(2)
+    assert home.worker_texts() == ["- fact 0\n", "- fact 1\n"]
+    await home.settled()
+    assert home.encoded() == {0, 1}
+
+
+async def test_facts_behind_a_deleted_one_are_encoded_again(home: Home) -> None:
+    await home.tell(0, 1, 2, 3, 4)
+    await home.settled()
+    await home.delete(2)
+    await home.settled()
+    assert home.encoded() == {0, 1, 3, 4}
+    assert home.worker_texts() == ["- fact 0\n", "- fact 1\n", "- fact 3\n", "- fact 4\n"]
+    assert set(home.ledger.ids_of(PLACEMENT.user)) == set(home.engine.chunks)
+
+
+@pytest.mark.parametrize("seq", range(6))
+async def test_a_fact_deleted_while_the_backlog_is_encoded_is_never_encoded_after_all(home: Home, seq: int) -> None:
+    home.engine.gate.clear()
+    await home.tell(*range(6))
+    await asyncio.sleep(0.01)  # the first prefill runs now
+    deleting = asyncio.create_task(home.delete(seq))
+    await asyncio.sleep(0.01)
+    home.engine.gate.set()
+    await deleting
+    await home.settled()
+    left = set(range(6)) - {seq}
+    assert home.encoded() == left
+    assert home.worker_texts() == [f"- fact {n}\n" for n in sorted(left)]
+    assert set(home.ledger.ids_of(PLACEMENT.user)) == set(home.engine.chunks)
+
+
+async def test_a_user_loaded_anew_finds_the_chunks_and_loses_those_of_facts_deleted_elsewhere(home: Home) -> None:
+    await home.tell(0, 1, 2, 3)
+    await home.settled()
+    before = len(home.engine.prefills)
+    home.memory = UserMemory(PLACEMENT, DIM, [fact(seq) for seq in (0, 1, 2)])
+    await home.residents.ready(home.memory)
+    assert home.encoded() == {0, 1, 2}
+    assert home.worker_texts() == ["- fact 0\n", "- fact 1\n", "- fact 2\n"]
+    await home.settled()
+    assert len(home.engine.prefills) == before
+
+
+async def test_a_user_dropped_and_loaded_anew_while_encoded_gets_no_chunk_of_a_fact_deleted_elsewhere(
+    home: Home,
+) -> None:
+    home.engine.gate.clear()
+    await home.tell(*range(6))
+    await asyncio.sleep(0.01)
+    home.memory = UserMemory(PLACEMENT, DIM, [fact(seq) for seq in (0, 2, 3, 4, 5)])
+    loading = asyncio.create_task(home.residents.ready(home.memory))
+    await asyncio.sleep(0.01)
+    home.engine.gate.set()
+    await loading
+    await home.settled()
+    assert home.encoded() == {0, 2, 3, 4, 5}
+    assert "- fact 1\n" not in home.worker_texts()
+    assert set(home.ledger.ids_of(PLACEMENT.user)) == set(home.engine.chunks)
+
+
+async def test_all_of_a_users_facts_forgotten_leave_no_chunk(home: Home) -> None:
+    await home.tell(0, 1, 2)
+    await home.settled()
+    home.memory.clear()
+    await home.residents.changed(home.memory)
+    await home.settled()
+    assert home.engine.chunks == {}
+    assert home.ledger.bytes == 0
+
+
+async def test_what_the_budget_has_no_room_for_stays_text() -> None:
+    home = Home(budget=20)  # a fact takes nine
+    await home.tell(0, 1)
+    await home.tell(2)
+    await home.settled()
+    assert len(home.encoded()) <= 2
+    assert len(home.engine.chunks) == len(home.encoded())
+    home.ledger.check_integrity()
+    home.encoder.close()
+
+
+# -- embeddings -------------------------------------------------------------------------------------------------------
+
+
+async def test_a_user_who_is_ready_has_every_fact_in_the_index_and_the_embeddings_kept(home: Home) -> None:
+    await home.tell(0, 1)
+    await home.residents.ready(home.memory)
+    assert home.memory.facts_without_embedding() == []
+    assert set(home.shelf.kept) == {"f0", "f1"}
+    assert len(home.memory.search([1.0, 0.0], 5)) == 2
+
+
+async def test_what_is_embedded_already_is_not_embedded_again(home: Home) -> None:
+    await home.tell(0, 1)
+    await home.residents.ready(home.memory)
+    await home.residents.ready(home.memory)
+    await home.tell(2)
+    await home.residents.ready(home.memory)
+    assert home.embedder.asked == [["fact 0", "fact 1"], ["fact 2"]]
+
+
+async def test_requests_that_come_together_wait_for_one_embedding(home: Home) -> None:
+    await home.tell(0, 1)
+    home.embedder.gate.clear()
+    asking = [asyncio.create_task(home.residents.ready(home.memory)) for _ in range(5)]
+    await asyncio.sleep(0.01)
+    home.embedder.gate.set()
+    await asyncio.gather(*asking)
+    assert len(home.embedder.asked) == 1
+
+
+async def test_a_fact_deleted_while_it_was_embedded_does_not_come_back(home: Home) -> None:
+    await home.tell(0, 1)
+    home.embedder.gate.clear()
+    indexing = asyncio.create_task(home.residents.index(home.memory))
+    await asyncio.sleep(0.01)
+    await home.delete(0)
+    home.embedder.gate.set()
+    await indexing
+    assert [f.seq for f in home.memory.search([1.0, 0.0], 5)] == [1]
+
+
+@pytest.mark.parametrize("failure", [Unavailable("Redis is away"), WrongShard("moved")])
+async def test_embeddings_that_cannot_be_kept_serve_this_process_all_the_same(home: Home, failure: Exception) -> None:
+    home.shelf.fails_with = failure
+    await home.tell(0, 1)
+    await home.residents.ready(home.memory)
+    assert len(home.memory.search([1.0, 0.0], 5)) == 2
+    assert home.shelf.kept == {}
