@@ -4,9 +4,9 @@ A chunk's life:  reserve ─► commit ─► (pin ⇄ unpin)* ─► evicted, o
                     └────► abort
 
 Bytes are counted from the reservation on and never exceed the budget: what does not fit is refused, not squeezed in.
-Eviction takes whole users, the least recently used first, and never a pinned chunk: a chunk is pinned from the plan
-that names it until its request is over. Forgetting (a fact was deleted) does not wait for pins: a request that still
-wanted the chunk prefills the text instead.
+Eviction takes from the users least recently used, no more than it must, and never a pinned chunk: a chunk is pinned
+from the plan that names it until its request is over. Forgetting (a fact was deleted) does not wait for pins: a request
+that still wanted the chunk prefills the text instead.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class ChunkLedger:
         Returns the evicted ids, which the workers must drop before the chunks arrive; or None where the chunks do not
         fit even so: then nothing has changed. Ids that are here already are passed over.
         """
-        new = [(id_, tokens * self.token_bytes) for id_, tokens in refs if id_ not in self._owner_of]
-        needed = self.bytes + sum(size for _, size in new) - self.budget_bytes
+        new = {id_: tokens * self.token_bytes for id_, tokens in refs if id_ not in self._owner_of}
+        needed = self.bytes + sum(new.values()) - self.budget_bytes
         evicted: list[ChunkId] = []
         if needed > 0:
             for id_, size in self._evictable(owner):
@@ -62,9 +62,8 @@ class ChunkLedger:
             if needed > 0:
                 return None
             self.forget(evicted)
-        held = self._owners.setdefault(owner, {})
-        for id_, size in new:
-            held[id_] = size
+        for id_, size in new.items():
+            self._owners.setdefault(owner, {})[id_] = size
             self._owner_of[id_] = owner
             self._reserved.add(id_)
             self.bytes += size
