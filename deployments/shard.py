@@ -265,7 +265,7 @@ class Shard:
             async with self.table.use(placement) as memory:
                 yield memory
         except WrongShard:
-            self.table.drop(placement.user)
+            self.table.drop(placement)
             raise
 
     def _index_soon(self, placement: Placement) -> None:

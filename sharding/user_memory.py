@@ -194,11 +194,15 @@ class UserTable:
                 return held.memory
             raise
 
-    def drop(self, user: UserId) -> None:
-        """Forget a user this shard lost (moved away, or fenced): also one in use, and one being loaded."""
-        self._residents.pop(user, None)
-        for placement in [p for p in self._admissions if p.user == user]:
-            del self._admissions[placement]
+    def drop(self, placement: Placement) -> None:
+        """Forget a user under a placement this shard lost (moved away, fenced): also one in use, and one being loaded.
+
+        What is held under another epoch stays: a second copy loaded beside it would miss what is being written to it.
+        """
+        resident = self._residents.get(placement.user)
+        if resident and resident.memory.placement == placement:
+            del self._residents[placement.user]
+        self._admissions.pop(placement, None)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless residents, pins and admissions add up; for tests, after each."""

@@ -253,7 +253,7 @@ async def test_an_error_in_use_gives_the_place_back(shard: Shard) -> None:
 async def test_a_dropped_user_is_asked_for_again(shard: Shard) -> None:
     placement = await shard.owns(ALICE)
     await shard.table.get(placement)
-    shard.table.drop(ALICE)
+    shard.table.drop(placement)
     await shard.directory.switch(placement, ELSEWHERE)
     with pytest.raises(WrongShard):
         await shard.table.get(placement)
@@ -263,10 +263,22 @@ async def test_a_user_dropped_while_loading_does_not_become_resident(shard: Shar
     placement = await shard.owns(ALICE)
     loading = asyncio.create_task(shard.table.get(placement))
     await asyncio.sleep(0)
-    shard.table.drop(ALICE)
+    shard.table.drop(placement)
     with pytest.raises(WrongShard):
         await loading
     assert len(shard.table) == 0
+
+
+async def test_a_stale_placement_that_was_refused_does_not_take_the_user_from_those_who_write_under_the_newer_one(
+    shard: Shard,
+) -> None:
+    old = await shard.owns(ALICE)
+    new = await shard.directory.claim(ALICE, HERE, old)
+    async with shard.table.use(new) as memory:
+        with pytest.raises(WrongShard):
+            await shard.table.get(old)
+        shard.table.drop(old)
+        assert await shard.table.get(new) is memory
 
 
 async def test_an_older_epoch_still_loading_does_not_displace_a_newer_one(
