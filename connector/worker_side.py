@@ -77,7 +77,7 @@ class WorkerSide:
         except Refused as refused:
             self.refusal = str(refused)
             return
-        if rotate is not None and self.store is not None and _same(rotate, self.rotation, self.store.shape):
+        if rotate is not None and self.store is not None and _same(rotate, self.rotation, self.store):
             self._rotate = rotate
 
     # -- loading ----------------------------------------------------------------------------------------------------
@@ -190,13 +190,18 @@ class WorkerSide:
             self.store.drop(ids)
 
 
-def _same(rotate: RotateKeys, rotation: Rotation, shape: KVShape) -> bool:
-    """Whether a faster rotation gives the plain one's float32 results, but for the last bits."""
+def _same(rotate: RotateKeys, rotation: Rotation, store: ChunkStore) -> bool:
+    """Whether a faster rotation gives the plain one's float32 results where the chunks are, but for the last bits."""
+    shape = store.shape
     if rotation.rotary_dim > shape.head_dim:
         return False
-    keys = torch.randn(33, shape.kv_heads, shape.head_dim, generator=torch.Generator().manual_seed(0))
-    table = rotation.table(torch.arange(33) * 57 - 900)
+    keys = torch.randn(33, shape.kv_heads, shape.head_dim, generator=torch.Generator().manual_seed(0)).to(store.device)
+    table = rotation.table(torch.arange(33) * 57 - 900).to(store.device)
     fast, plain = keys.clone(), keys.clone()
-    rotate(fast, table, rotation.neox)
+    try:
+        rotate(fast, table, rotation.neox)
+    except RuntimeError:  # a build of vLLM may have no kernel for this device or dtype
+        logger.warning("vLLM's rotary kernel cannot be used; keys are rotated in plain torch", exc_info=True)
+        return False
     rotate_keys(plain, table, rotation.neox)
     return bool(torch.allclose(fast, plain, rtol=0, atol=1e-5))

@@ -279,3 +279,16 @@ def test_a_faster_rotation_is_used_only_where_its_results_are_the_plain_ones(rig
     model.worker.load([Load("r", ((A, 2),), 0, (0, 1), (0,))])
     assert calls == ([2] * LAYERS if right else [])
     assert model.worker.take_report() is None
+
+
+def test_where_a_faster_rotation_has_no_kernel_keys_are_rotated_by_the_plain_one() -> None:
+    model = ToyModel()
+
+    def missing(keys: torch.Tensor, table: torch.Tensor, neox: bool) -> None:
+        raise NotImplementedError("Could not run '_C::rotary_embedding' with arguments from this backend")
+
+    model.worker.prove(torch.nn.ModuleList([model.rotary]), missing)
+    captured(model, A, some_kv(2), position=100)
+    model.worker.load([Load("r", ((A, 2),), 0, (0, 1), (0,))])
+    assert model.worker.refusal is None
+    assert model.worker.take_report() is None
