@@ -7,6 +7,9 @@
         no_memory    the question alone
     in random order, native_hit behind prompt, which warms it. One request at a time, on an idle server.
 
+A native hit ends on a block's border (128 tokens on the CPU) and computes what is behind it: how much, by chance
+of the prompt's length, stands in the rows as `prompt_tokens` and `prefix_cached_tokens`.
+
 Every response says what was injected and what vLLM's own cache held. A response that is not what its arm means ends
 the benchmark: it is an error, not a data point.
 """
