@@ -12,10 +12,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
+from typing import Any, TypeVar
 
 import torch
 from transformers import AutoTokenizer
@@ -55,6 +56,8 @@ from sharding.user_memory import UserMemory, UserTable
 
 DEFAULT_MAX_TOKENS = 256
 
+T = TypeVar("T")
+
 log = logging.getLogger(__name__)
 
 
@@ -90,7 +93,7 @@ class Shard:
         self.counters |= {"injected_tokens": 0, "prefix_cached_tokens": 0, "fallbacks": 0}
         self._max_requests_in_flight = max_requests_in_flight
         self._max_fact_tokens = max_fact_tokens
-        self._background: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[Any]] = set()
 
     async def warm_up(self) -> None:
         """Runs each path once: the default head is encoded and injected, a sentence embedded."""
@@ -215,6 +218,9 @@ class Shard:
                     f"A fact takes {tokens} tokens; at most {self._max_fact_tokens} are allowed. Split it.",
                     field="messages",
                 )
+        return await self._to_its_end(self._add(call))
+
+    async def _add(self, call: AddCall) -> tuple[AddedFact, ...]:
         async with self._use(call.placement) as memory, memory.write_lock:
             added = await self.store.append(call.placement, call.texts, call.request_id, datetime.now(UTC))
             memory.add(fact for fact, _ in added)
@@ -243,6 +249,9 @@ class Shard:
     async def delete_fact(self, call: FactCall) -> None:
         """When this returns the fact is gone: from Redis, the index, and every chunk that was encoded from it or behind
         it on this shard. Raises `NotFound`."""
+        await self._to_its_end(self._delete_fact(call))
+
+    async def _delete_fact(self, call: FactCall) -> None:
         async with self._use(call.placement) as memory, memory.write_lock:
             known = memory.get(call.fact_id) is not None
             if not await self.store.delete(call.placement, call.fact_id) and not known:
@@ -252,6 +261,9 @@ class Shard:
 
     async def forget(self, call: ForgetCall) -> int:
         """Deletes all of a user's facts, as `delete_fact` does; how many there were."""
+        return await self._to_its_end(self._forget(call))
+
+    async def _forget(self, call: ForgetCall) -> int:
         async with self._use(call.placement) as memory, memory.write_lock:
             count = await self.store.delete_all(call.placement)
             memory.clear()
@@ -267,6 +279,13 @@ class Shard:
         except WrongShard:
             self.table.drop(placement)
             raise
+
+    async def _to_its_end(self, write: Coroutine[Any, Any, T]) -> T:
+        """A write goes on where its caller has gone away: what is done in Redis has to be done here, too."""
+        task = asyncio.create_task(write)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        return await asyncio.shield(task)
 
     def _index_soon(self, placement: Placement) -> None:
         async def index() -> None:
