@@ -110,7 +110,11 @@ class MemoryEngine:
             llm = AsyncLLM.from_engine_args(args)
         except Exception as error:
             raise StartupError(f"vLLM did not start with the model {settings.model}: {error}") from error
-        ranks: list[dict[str, Any]] = await llm.collective_rpc("memshard_prepare", timeout=RPC_TIMEOUT_S)
+        try:
+            ranks: list[dict[str, Any]] = await llm.collective_rpc("memshard_prepare", timeout=RPC_TIMEOUT_S)
+        except Exception as error:  # vLLM reports a worker's exception as one of its own, with the reason in its text
+            llm.shutdown()
+            raise StartupError(f"The model {settings.model} could not be examined: {error}") from error
         refusal = next((rank["refusal"] for rank in ranks if rank["refusal"]), None)
         if refusal is not None:
             if not serve_refused:

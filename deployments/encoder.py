@@ -4,7 +4,7 @@
                                      reserve bytes ─► drop the evicted ─► prefill with captures ─► commit or abort
 
 Until its chunk is there a fact is served as text. What does not fit the budget stays text, and is tried again when
-the owner is submitted again.
+the owner is submitted again: with each chat that misses a chunk.
 """
 
 from __future__ import annotations
@@ -55,10 +55,14 @@ class Encoder:
                 self._waiting[owner] = jobs
                 self._changed.notify_all()
 
+    def idle(self, owner: str) -> bool:
+        """Whether nothing of `owner` is waiting or running."""
+        return owner not in self._waiting and owner not in self._running
+
     async def settled(self, owner: str) -> None:
         """Returns when nothing of `owner` is waiting or running any more."""
         async with self._changed:
-            await self._changed.wait_for(lambda: owner not in self._waiting and owner not in self._running)
+            await self._changed.wait_for(lambda: self.idle(owner))
 
     async def forget(self, ids: Sequence[ChunkId]) -> None:
         """Drops chunks here and on the workers; when this returns they are gone."""
@@ -96,7 +100,7 @@ class Encoder:
     async def _encode(self, owner: str, job: EncodeJob) -> None:
         evicted = self._ledger.reserve(owner, [(range_.id, range_.tokens) for range_ in job.captures])
         if evicted is None:
-            log.warning("The chunk budget is used up; %d facts stay text", len(job.captures))
+            log.info("The chunk budget is used up; %d facts stay text", len(job.captures))
             return
         ids = [range_.id for range_ in job.captures]
         done: set[ChunkId] = set()

@@ -17,7 +17,7 @@ from deployments.embedder import Embedder
 from deployments.encoder import Encoder
 from sharding.errors import Unavailable, WrongShard
 from sharding.facts import FactStore
-from sharding.ids import FactId
+from sharding.ids import FactId, UserId
 from sharding.user_memory import UserMemory
 
 
@@ -65,16 +65,25 @@ class Residents:
                 user, self._model_digest, self._head, window_facts=self._window_facts, room_tokens=self._room_tokens
             )
         chunks.update([lines[fact.id] for fact in memory.facts])
-        await self._encoder.submit(user, lambda: chunks.jobs(self._ledger.peek_resident))
+        await self._encode_soon(user, chunks)
         wanted = set(chunks.ids())
         await self._encoder.forget([id_ for id_ in self._ledger.ids_of(user) if id_ not in wanted])
 
     async def ready(self, memory: UserMemory) -> FactChunks:
-        """The user's chunks, set up on first touch; every fact is in the index when this returns."""
+        """The user's chunks, set up on first touch; every fact is in the index when this returns.
+
+        Chunks that are missing (evicted for another user, say) are encoded again in the background.
+        """
         if memory not in self._chunks:
             await self.changed(memory)
         await self.index(memory)
-        return self._chunks[memory]
+        chunks, user = self._chunks[memory], memory.placement.user
+        if self._encoder.idle(user) and not all(map(self._ledger.peek_resident, chunks.ids())):
+            await self._encode_soon(user, chunks)
+        return chunks
+
+    async def _encode_soon(self, user: UserId, chunks: FactChunks) -> None:
+        await self._encoder.submit(user, lambda: chunks.jobs(self._ledger.peek_resident))
 
     async def index(self, memory: UserMemory) -> None:
         """Embeds and indexes the facts that are not, once at a time for a user."""

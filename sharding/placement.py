@@ -31,13 +31,15 @@ class PlacementPolicy:
     """Most free memory wins, unless that shard is too busy.
 
     `max_gap_requests`: a shard with more requests in flight than the least loaded ready one by more than this
-    gets no new users.
+    gets no new users. `slack`: shards whose free bytes are within this share of the most count as equally free;
+    reports are a heartbeat old, and a burst of new users would else go to one shard until the next one.
     """
 
     max_gap_requests: int = 8
+    slack: float = 0.05
 
     def choose(self, reports: Iterable[ShardReport]) -> ShardId:
-        """The shard for a new user: most free bytes, then fewest users, then the smallest id.
+        """The shard for a new user: most free bytes (but for `slack`), then fewest users, then the smallest id.
 
         Raises `Unavailable` where no shard is ready.
         """
@@ -46,4 +48,6 @@ class PlacementPolicy:
             raise Unavailable("No shard is ready to take a user; retry when one has started.", retry_after_s=2.0)
         least_loaded = min(report.requests_in_flight for report in ready)
         open_to_new = [r for r in ready if r.requests_in_flight - least_loaded <= self.max_gap_requests]
-        return min(open_to_new, key=lambda r: (-r.free_bytes, r.users, r.shard)).shard
+        most_free = max(report.free_bytes for report in open_to_new)
+        free = [report for report in open_to_new if report.free_bytes >= (1 - self.slack) * most_free]
+        return min(free, key=lambda report: (report.users, report.shard)).shard

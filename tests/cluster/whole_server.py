@@ -45,10 +45,9 @@ class WholeServer:
         }
         for name in ("VLLM_CPU_OMP_THREADS_BIND", "VLLM_ALLOW_INSECURE_SERIALIZATION"):
             environment.pop(name, None)  # other tests in this process set them for engines of their own
-        self._log = (self.state_dir / "serve.log").open("a")
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "cluster.cli", "serve"], env=environment, stdout=self._log, stderr=self._log
-        )
+        command = Path(sys.executable).with_name("memshard")
+        with (self.state_dir / "serve.log").open("a") as log:
+            self.process = subprocess.Popen([command, "serve"], env=environment, stdout=log, stderr=log)
         give_up = time.monotonic() + START_S
         while True:
             alive = self.process.poll() is None and time.monotonic() < give_up
@@ -63,7 +62,6 @@ class WholeServer:
     def stop(self) -> None:
         self.process.send_signal(signal.SIGINT)
         self.process.wait(90)
-        self._log.close()
 
     def redis_process(self) -> psutil.Process:
         children = psutil.Process(self.process.pid).children(recursive=True)

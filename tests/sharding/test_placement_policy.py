@@ -35,6 +35,12 @@ def test_of_equally_free_shards_the_one_with_fewest_users_is_chosen() -> None:
     assert PlacementPolicy().choose([report("a", users=2), report("b", users=1)]) == "b"
 
 
+def test_a_little_less_free_memory_counts_as_equal() -> None:
+    reports = [report("a", free_bytes=1000, users=9), report("b", free_bytes=960, users=1)]
+    assert PlacementPolicy(slack=0.05).choose(reports) == "b"
+    assert PlacementPolicy(slack=0.03).choose(reports) == "a"
+
+
 def test_ties_go_to_the_smallest_id() -> None:
     assert PlacementPolicy().choose([report("b"), report("a")]) == "a"
 
