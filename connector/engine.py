@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ ENCODE_PRIORITY = 1
 """Lower runs first: encoding waits for, and is preempted by, live chats."""
 
 RPC_TIMEOUT_S = 30.0
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,18 +166,21 @@ class MemoryEngine:
         """Prefills `token_ids` and keeps the ranges as chunks. Returns the ids that are complete on every rank.
 
         Tokens found in the prefix cache are never computed and so cannot be captured; where that happened, the
-        prompt is prefilled once more without reading the cache.
+        prompt is prefilled once more without reading the cache. What was computed and is missing all the same had no
+        room on a worker, and would have none then. Raises `EngineFailed`: the workers may hold any of the chunks.
         """
         wanted = {range_.id for range_ in captures}
-        done = await self._encode(request_id, token_ids, captures, salt, skip_cache=False)
-        missing = [range_ for range_ in captures if range_.id not in done]
-        if missing:
-            done |= await self._encode(f"{request_id}-again", token_ids, missing, salt, skip_cache=True)
+        done, cached = await self._encode(request_id, token_ids, captures, salt, skip_cache=False)
+        missed = [range_ for range_ in captures if range_.id not in done and range_.start < cached]
+        if missed:
+            again, _ = await self._encode(f"{request_id}-again", token_ids, missed, salt, skip_cache=True)
+            done |= again
         return done & wanted
 
     async def _encode(
         self, request_id: str, token_ids: Sequence[int], captures: Sequence[CaptureRange], salt: str, skip_cache: bool
-    ) -> set[ChunkId]:
+    ) -> tuple[set[ChunkId], int]:
+        """The ids that are complete on every rank, and how many of the first tokens the prefix cache had."""
         sampling = SamplingParams(
             max_tokens=1,
             temperature=0.0,
@@ -185,10 +191,11 @@ class MemoryEngine:
         )
         prompt = TokensPrompt(prompt_token_ids=list(token_ids), cache_salt=salt)
         done: set[ChunkId] = set()
+        cached = 0
         try:
             async with aclosing(self.llm.generate(prompt, sampling, request_id, priority=ENCODE_PRIORITY)) as outputs:
-                async for _ in outputs:
-                    pass
+                async for output in outputs:
+                    cached = output.num_cached_tokens or 0
         except EngineDeadError as error:
             raise EngineFailed("The engine of this shard has died.") from error
         finally:
@@ -196,10 +203,10 @@ class MemoryEngine:
             settled = asyncio.ensure_future(self._rpc("memshard_settle", [range_.id for range_ in captures]))
             ranks = await asyncio.shield(settled)
             done = set.intersection(*(set(rank) for rank in ranks))
-        return done
+        return done, cached
 
     async def drop(self, ids: Sequence[ChunkId]) -> None:
-        """Forgets chunks on every rank."""
+        """Forgets chunks on every rank. Raises `EngineFailed`: then they may still be there."""
         if ids:
             await self._rpc("memshard_drop", list(ids))
 
@@ -219,10 +226,16 @@ class MemoryEngine:
         self.llm.shutdown()
 
     async def _rpc(self, method: str, *args: Any) -> list[Any]:
+        """Each rank's answer. Raises `EngineFailed` also where a worker failed, or did not answer in time."""
         try:
-            answers: list[Any] = await self.llm.collective_rpc(method, timeout=RPC_TIMEOUT_S, args=args)
+            # vLLM's own timeout begins when the engine turns to the call, between two steps.
+            async with asyncio.timeout(RPC_TIMEOUT_S):
+                answers: list[Any] = await self.llm.collective_rpc(method, timeout=RPC_TIMEOUT_S, args=args)
         except EngineDeadError as error:
             raise EngineFailed("The engine of this shard has died.") from error
+        except Exception as error:  # vLLM reports a worker's exception as a bare one, with the reason in its text
+            log.error("The workers did not do %s: %s", method, error or type(error).__name__)
+            raise EngineFailed("The engine of this shard did not do what it was asked.") from error
         return answers
 
 
