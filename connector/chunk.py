@@ -41,9 +41,10 @@ class KVShape:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """`kv` is `[tokens, layers, 2, kv_heads, head_dim]`, contiguous, in the model's dtype.
+    """`kv` is `[layers, 2, tokens, kv_heads, head_dim]`, contiguous, in the model's dtype.
 
-    Keys are as the model cached them: rotated at `position + i` for token i. Values carry no position.
+    Keys are as the model cached them: rotated at `position + i` for token i. Values carry no position. Layers come
+    first because a paged cache is written layer by layer: a composition's layer is then contiguous as it is gathered.
     """
 
     id: ChunkId
@@ -52,7 +53,7 @@ class Chunk:
 
     @property
     def tokens(self) -> int:
-        return int(self.kv.shape[0])
+        return int(self.kv.shape[2])
 
 
 def chunk_id(model_digest: str, owner: str, prefix: Sequence[int], tokens: Sequence[int]) -> ChunkId:

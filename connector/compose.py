@@ -1,8 +1,8 @@
-"""From chunks to what a paged cache wants: one gather for all layers, then per layer one rotation and one write.
+"""From chunks to what a paged cache wants: few gathers for all layers, then per layer one rotation and one write.
 
-    chunks         [tokens_c, layers, 2, kv_heads, head_dim] each, keys rotated at their own positions
-      gather  ->   [T, layers, 2, kv_heads, head_dim]        one concatenation, all layers at once
-      layer l ->   keys   [T, kv_heads, head_dim]            rotated in float32 to where they are served
+    chunks         [layers, 2, tokens_c, kv_heads, head_dim] each, keys rotated at their own positions
+      gather  ->   [group, 2, T, kv_heads, head_dim]         one concatenation a group of layers
+      layer l ->   keys   [T, kv_heads, head_dim]            rotated in float32, in place, to where they are served
                    values [T, kv_heads, head_dim]            as they are
       write(l, keys, values)                                 the backend's own cache update
 
@@ -18,13 +18,20 @@ import torch
 from connector.chunk import Chunk
 from connector.rotation import RotateKeys, Rotation, rotate_keys
 
+GATHER_BYTES = 8 << 20
+"""What is gathered at once, but at least one layer: one buffer that every group of layers is gathered into.
+
+All layers of a long memory at once would be tens of megabytes of fresh pages on each request, and faulting them in cost
+a third of the whole composition on a CPU.
+"""
+
 WriteLayer = Callable[[int, torch.Tensor, torch.Tensor], None]
-"""`(layer, keys, values)`, each `[tokens, kv_heads, head_dim]`, contiguous, reused for the next layer."""
+"""`(layer, keys, values)`, each `[tokens, kv_heads, head_dim]`, contiguous, used again once this returns."""
 
 
 def compose(
     chunks: Sequence[Chunk],
-    rotation: Rotation,
+    rotations: Sequence[Rotation],
     write: WriteLayer,
     *,
     skip: int = 0,
@@ -33,44 +40,45 @@ def compose(
 ) -> int:
     """Lays the chunks out one behind another from position 0 on and writes positions `skip` up to `stop`.
 
-    Tokens that are served where they were encoded are copied bit for bit. Returns the number of tokens written.
+    `rotations` has one for each layer. Tokens that are served where they were encoded are copied bit for bit. Returns
+    the number of tokens written.
     """
-    gathered, distances = gather(chunks, skip, stop)
-    tokens = int(gathered.shape[0])
-    if tokens == 0:
+    end = sum(chunk.tokens for chunk in chunks) if stop is None else stop
+    if end <= skip:
         return 0
+    parts, distances = _parts(chunks, skip, end)
     moved = bool(distances.any())
-    table = rotation.table(distances).to(gathered.device) if moved else None
-    layers = gathered.shape[1]
-    keys, values = torch.empty_like(gathered[:, 0, 0]), torch.empty_like(gathered[:, 0, 1])
-    keys32 = torch.empty_like(keys, dtype=torch.float32) if moved else None
-    for layer in range(layers):
-        if keys32 is not None and table is not None:
-            keys32.copy_(gathered[:, layer, 0])
-            rotate(keys32, table, rotation.neox)
+    layers, _, _, heads, dim = parts[0].shape
+    group = max(1, GATHER_BYTES // (2 * (end - skip) * heads * dim * parts[0].element_size()))
+    gathered = parts[0].new_empty((min(group, layers), 2, end - skip, heads, dim))
+    distinct = {id(rotation): rotation for rotation in rotations} if moved else {}
+    tables = {id_: rotation.table(distances).to(gathered.device) for id_, rotation in distinct.items()}
+    keys32 = torch.empty_like(gathered[0, 0], dtype=torch.float32) if moved else None
+    for layer, rotation in enumerate(rotations):
+        place = layer % group
+        if place == 0:
+            last = min(layer + group, layers)
+            torch.cat([part[layer:last] for part in parts], dim=2, out=gathered[: last - layer])
+        keys, values = gathered[place]
+        if keys32 is not None:
+            keys32.copy_(keys)
+            rotate(keys32, tables[id(rotation)], rotation.neox)
             keys.copy_(keys32)
-        else:
-            keys.copy_(gathered[:, layer, 0])
-        values.copy_(gathered[:, layer, 1])
         write(layer, keys, values)
-    return tokens
+    return end - skip
 
 
-def gather(chunks: Sequence[Chunk], skip: int, stop: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The chunks' tokens from `skip` up to `stop` in one tensor `[T, layers, 2, kv_heads, head_dim]`, and int64 `[T]`
-    distances: by how many positions each token moves from where it was encoded to where it is served.
+def _parts(chunks: Sequence[Chunk], skip: int, stop: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """The chunks' tokens from `skip` up to `stop` as views, and int64 `[tokens]` distances: by how many positions each
+    token moves from where it was encoded to where it is served.
     """
-    pieces: list[torch.Tensor] = []
+    parts: list[torch.Tensor] = []
     distances: list[torch.Tensor] = []
     start = 0
-    end = sum(chunk.tokens for chunk in chunks) if stop is None else stop
     for chunk in chunks:
-        first, last = max(skip - start, 0), min(end - start, chunk.tokens)
+        first, last = max(skip - start, 0), min(stop - start, chunk.tokens)
         if first < last:
-            pieces.append(chunk.kv[first:last])
+            parts.append(chunk.kv[:, :, first:last])
             distances.append(torch.full((last - first,), start - chunk.position, dtype=torch.int64))
         start += chunk.tokens
-    if not pieces:
-        empty = chunks[0].kv[:0] if chunks else torch.empty(0)
-        return empty, torch.empty(0, dtype=torch.int64)
-    return torch.cat(pieces), torch.cat(distances)
+    return parts, torch.cat(distances)

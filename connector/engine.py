@@ -98,6 +98,9 @@ class MemoryEngine:
             enforce_eager=settings.eager,
             enable_prefix_caching=settings.prefix_caching,
             scheduling_policy="priority",
+            # With it, vLLM schedules a step before it hears of the last one's failed loads and takes the token computed
+            # behind them for an answer (its default on GPUs; the CPU platform has it off).
+            async_scheduling=False,
             disable_log_stats=True,
             worker_extension_cls="connector.worker_extension.MemoryWorkerExtension",
             kv_transfer_config=KVTransferConfig(

@@ -36,6 +36,9 @@ class MemoryConnector(KVConnectorBase_V1):  # type: ignore[misc]
         else:
             extra = vllm_config.kv_transfer_config.kv_connector_extra_config
             self.worker = WorkerSide(int(extra["chunk_budget_bytes"]))
+            if len(kv_cache_config.kv_cache_groups) != 1:
+                # Slots would differ between groups. vLLM gives sliding windows full-size caches in one group for us.
+                self.worker.refusal = "its layers' caches do not form one group"
 
     # -- scheduler side ---------------------------------------------------------------------------------------------
 
@@ -64,6 +67,9 @@ class MemoryConnector(KVConnectorBase_V1):  # type: ignore[misc]
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, StepReport):
             self.scheduler.reported(report)
+            # vLLM has these blocks prefilled again for a request that goes on; for one that was aborted meanwhile, or
+            # is preempted before it gets there, they would stay in the prefix cache as they are.
+            self._kv_cache_manager.evict_blocks(report.blocks)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return False, self.scheduler.finished(request.request_id)

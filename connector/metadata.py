@@ -93,10 +93,12 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
 @dataclass(slots=True)
 class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """Worker side -> scheduler side: the requests whose load failed in this step, with the reason."""
+    """Worker side -> scheduler side: the requests whose load failed in this step, with the reason, and the blocks that
+    do not hold what the scheduler published them as."""
 
     failed: dict[str, str] = field(default_factory=dict)
+    blocks: set[int] = field(default_factory=set)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReport:
         assert isinstance(other, StepReport)
-        return StepReport({**self.failed, **other.failed})
+        return StepReport({**self.failed, **other.failed}, self.blocks | other.blocks)

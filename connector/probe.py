@@ -7,6 +7,7 @@ proved by our tests, is refused with one sentence; no model is ever served wrong
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -44,8 +45,6 @@ def check_attention(layers: dict[str, Attention], architectures: list[str]) -> N
             raise Refused(f"{name} is not plain attention but {type(layer).__name__}")
         if layer.attn_type != AttentionType.DECODER:
             raise Refused(f"{name} is not decoder self-attention")
-        if layer.sliding_window is not None:
-            raise Refused(f"{name} has a sliding window of {layer.sliding_window} tokens")
         if layer.kv_sharing_target_layer_name is not None:
             raise Refused(f"{name} shares the cache of {layer.kv_sharing_target_layer_name}")
         if layer.head_size_v != layer.head_size:
@@ -57,19 +56,23 @@ def check_attention(layers: dict[str, Attention], architectures: list[str]) -> N
         raise Refused("its attention layers differ in heads, head size or dtype")
 
 
-def read_rotation(model: torch.nn.Module) -> Rotation:
-    """The one rotation that all layers of `model` share. Raises `Refused` where there is none, or not a plain one."""
-    modules: list[Any] = list({id(m): m for m in model.modules() if isinstance(m, RotaryEmbeddingBase)}.values())
-    if not modules:
-        raise Refused("its positions are not rotary")
-    rotations = [_rotation_of(module) for module in modules]
-    first = rotations[0]
-    for other in rotations[1:]:
-        if other.neox != first.neox or not torch.equal(other.frequencies, first.frequencies):
-            raise Refused("its layers rotate differently")
-    for module in modules:
-        _prove(module, first)
-    return first
+def read_rotations(model: torch.nn.Module, layers: Sequence[str]) -> list[Rotation]:
+    """The rotation of each of the attention `layers` (qualified names), out of the rotary module beside it.
+
+    Layers that share a module share the `Rotation`. Raises `Refused` for a layer without a plain one.
+    """
+    read: dict[int, Rotation] = {}
+    rotations: list[Rotation] = []
+    for name in layers:
+        module = getattr(model.get_submodule(name.rpartition(".")[0]), "rotary_emb", None)
+        if not isinstance(module, RotaryEmbeddingBase):
+            kind = "no rotary module" if module is None else type(module).__name__
+            raise Refused(f"the positions of {name} are not plainly rotary ({kind})")
+        if id(module) not in read:
+            read[id(module)] = _rotation_of(module)
+            _prove(module, read[id(module)])
+        rotations.append(read[id(module)])
+    return rotations
 
 
 def _rotation_of(module: Any) -> Rotation:

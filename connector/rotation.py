@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Rotation:
     """`frequencies` is float32 `[rotary_dim / 2]`, in radians a token; `neox` pairs element i with i + rotary_dim / 2
     (halves), otherwise neighbours 2i and 2i + 1 are pairs. Elements past `rotary_dim` are not rotated.

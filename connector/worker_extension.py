@@ -27,11 +27,12 @@ class MemoryWorkerExtension:
         worker = _worker_side()
         model = self.model_runner.get_model()
         worker.prove(model, _rotate_by_op)
-        if worker.refusal is not None or worker.store is None or worker.rotation is None:
+        if worker.refusal is not None or worker.store is None or not worker.rotations:
             return {"refusal": worker.refusal or "its caches were never registered"}
         digest = hashlib.blake2b(digest_size=16)
-        digest.update(repr((worker.store.shape, worker.rotation.neox)).encode())
-        digest.update(worker.rotation.frequencies.numpy().tobytes())
+        digest.update(repr(worker.store.shape).encode())
+        for rotation in worker.rotations:
+            digest.update(rotation.frequencies.cpu().numpy().tobytes() + bytes([rotation.neox]))
         for name, weight in model.named_parameters():
             sample = weight.detach().flatten()[:: max(1, weight.numel() // 64)].float().cpu()
             digest.update(f"{name}{tuple(weight.shape)}{weight.dtype}".encode() + sample.numpy().tobytes())

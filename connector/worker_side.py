@@ -19,7 +19,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from connector.chunk import Chunk, ChunkId, KVShape
 from connector.compose import compose
 from connector.metadata import Capture, Load, StepMetadata, StepReport
-from connector.probe import Refused, check_attention, read_rotation
+from connector.probe import Refused, check_attention, read_rotations
 from connector.rotation import RotateKeys, Rotation, rotate_keys
 from connector.store import ChunkStore
 
@@ -39,9 +39,10 @@ class WorkerSide:
         self.budget_bytes = budget_bytes
         self.refusal: str | None = None
         self.store: ChunkStore | None = None
-        self.rotation: Rotation | None = None
+        self.rotations: list[Rotation] = []  # of each layer, once proved
         self.counters = {"loads": 0, "injected_tokens": 0, "failed_loads": 0, "captured_tokens": 0}
         self._rotate: RotateKeys = rotate_keys
+        self._names: list[str] = []
         self._layers: list[tuple[Any, Update, torch.Tensor]] = []  # module, its unwrapped update, its cache
         self._captures: Sequence[Capture] = ()
         self._rows: list[tuple[Capture, torch.Tensor, torch.Tensor, torch.Tensor]] | None = None
@@ -52,12 +53,14 @@ class WorkerSide:
 
     def register(self, layers: dict[str, Any], caches: dict[str, torch.Tensor], architectures: list[str]) -> None:
         """Learns the caches and wraps the updates. A model that is refused stays servable as text."""
+        if self.refusal is not None:
+            return
         try:
             check_attention(layers, architectures)
         except Refused as refused:
             self.refusal = str(refused)
             return
-        names = sorted(layers, key=extract_layer_index)
+        self._names = names = sorted(layers, key=extract_layer_index)
         first = layers[names[0]]
         device = caches[names[0]].device
         shape = KVShape(len(names), int(first.num_kv_heads), int(first.head_size), first.dtype)
@@ -69,15 +72,16 @@ class WorkerSide:
             module.impl.do_kv_cache_update = self._wrapped(index, update)
 
     def prove(self, model: torch.nn.Module, rotate: RotateKeys | None = None) -> None:
-        """Reads and proves the rotation; `rotate` replaces the plain one, where it gives the same float32 results."""
+        """Reads and proves the rotations; `rotate` replaces the plain one, where it gives the same float32 results."""
         if self.refusal is not None:
             return
         try:
-            self.rotation = read_rotation(model)
+            self.rotations = read_rotations(model, self._names)
         except Refused as refused:
             self.refusal = str(refused)
             return
-        if rotate is not None and self.store is not None and _same(rotate, self.rotation, self.store):
+        store = self.store
+        if rotate is not None and store is not None and all(_same(rotate, r, store) for r in set(self.rotations)):
             self._rotate = rotate
 
     # -- loading ----------------------------------------------------------------------------------------------------
@@ -97,7 +101,7 @@ class WorkerSide:
                 self.counters["injected_tokens"] += tokens
 
     def _load(self, load: Load) -> int:
-        if self.store is None or self.rotation is None:
+        if self.store is None or not self.rotations:
             raise ChunkMissing(self.refusal or "no chunk store yet")
         chunks: list[Chunk] = []
         for id_, tokens in load.chunks:
@@ -112,12 +116,13 @@ class WorkerSide:
             update(module, keys, values, cache, slots)
 
         stop = load.skip + len(load.slots)
-        return compose(chunks, self.rotation, write, skip=load.skip, stop=stop, rotate=self._rotate)
+        return compose(chunks, self.rotations, write, skip=load.skip, stop=stop, rotate=self._rotate)
 
     def _fail(self, load: Load, reason: str) -> None:
         self.counters["failed_loads"] += 1
         self._failed_blocks.update(load.blocks)
         self._report.failed[load.request_id] = reason
+        self._report.blocks.update(load.blocks)
 
     def take_failed_blocks(self) -> set[int]:
         """Blocks whose content is not what the scheduler believes, since the last call."""
@@ -157,8 +162,8 @@ class WorkerSide:
         if self._rows is None:
             self._rows = self._find_rows(slot_mapping)
         for _, kv, at, rows in self._rows:
-            kv[at, index, 0] = key[rows]
-            kv[at, index, 1] = value[rows]
+            kv[index, 0, at] = key[rows]
+            kv[index, 1, at] = value[rows]
 
     def _find_rows(self, slot_mapping: torch.Tensor) -> list[tuple[Capture, torch.Tensor, torch.Tensor, torch.Tensor]]:
         """For each capture: its room, which of the chunk's tokens come now, and in which rows of this batch.

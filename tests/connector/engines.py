@@ -112,7 +112,7 @@ async def encode(
 
 
 def read_chunk(worker: object, id_: ChunkId) -> torch.Tensor:
-    """Runs in the worker: a chunk's `[tokens, layers, 2, kv_heads, head_dim]`, as float32."""
+    """Runs in the worker: a chunk's `[layers, 2, tokens, kv_heads, head_dim]`, as float32."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     chunk = get_kv_transfer_group().worker.store.get(id_)
@@ -120,10 +120,10 @@ def read_chunk(worker: object, id_: ChunkId) -> torch.Tensor:
 
 
 def read_rotation(worker: object) -> tuple[list[float], bool]:
-    """Runs in the worker: the rotation's frequencies and its pairing."""
+    """Runs in the worker: the first layer's frequencies and pairing."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    rotation = get_kv_transfer_group().worker.rotation
+    rotation = get_kv_transfer_group().worker.rotations[0]
     return rotation.frequencies.tolist(), rotation.neox
 
 
@@ -167,15 +167,15 @@ class Oracle:
 
 
 def keys_and_values(cache: DynamicCache) -> torch.Tensor:
-    """A transformers cache as `[tokens, layers, 2, kv_heads, head_dim]`."""
+    """A transformers cache as `[layers, 2, tokens, kv_heads, head_dim]`."""
     layers = [torch.stack((layer.keys[0], layer.values[0])) for layer in cache.layers]  # [2, heads, tokens, dim]
-    return torch.stack(layers).permute(3, 0, 1, 2, 4)
+    return torch.stack(layers).transpose(2, 3)
 
 
 def cache_of(kv: torch.Tensor, config: PretrainedConfig) -> DynamicCache:
     """The reverse of `keys_and_values`."""
     cache = DynamicCache(config=config)
-    for layer in range(kv.shape[1]):
-        keys, values = kv[:, layer].permute(1, 2, 0, 3).unsqueeze(1)
+    for layer, of_layer in enumerate(kv):
+        keys, values = of_layer.transpose(1, 2).unsqueeze(1)
         cache.update(keys.contiguous(), values.contiguous(), layer)
     return cache

@@ -80,6 +80,6 @@ def test_text_of_two_owners_has_two_salts(owner: str, other: str) -> None:
 
 def test_a_chunk_takes_as_many_bytes_as_its_shape_says() -> None:
     shape = KVShape(layers=3, kv_heads=2, head_dim=5, dtype=torch.bfloat16)
-    kv = torch.zeros(7, 3, 2, 2, 5, dtype=torch.bfloat16)
+    kv = torch.zeros(3, 2, 7, 2, 5, dtype=torch.bfloat16)
     assert Chunk(ChunkId("c"), 0, kv).tokens == 7
     assert kv.numel() * kv.element_size() == 7 * shape.token_bytes

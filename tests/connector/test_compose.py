@@ -30,8 +30,8 @@ class Cache:
         self.written.append((layer, keys.clone(), values.clone()))
 
     def laid_out(self) -> torch.Tensor:
-        """`[tokens, layers, 2, heads, head_dim]`"""
-        return torch.stack([torch.stack((keys, values), dim=1) for _, keys, values in self.written], dim=1)
+        """`[layers, 2, tokens, heads, head_dim]`"""
+        return torch.stack([torch.stack((keys, values)) for _, keys, values in self.written])
 
 
 @st.composite
@@ -41,7 +41,7 @@ def some_chunks(draw: st.DrawFn, moves: bool = True) -> list[Chunk]:
     chunks, start = [], 0
     for number in range(draw(st.integers(1, 4))):
         tokens = draw(st.integers(1, 5))
-        kv = torch.randn(tokens, LAYERS, 2, HEADS, HEAD_DIM, generator=generator).to(dtype)
+        kv = torch.randn(LAYERS, 2, tokens, HEADS, HEAD_DIM, generator=generator).to(dtype)
         position = draw(st.just(start) | st.integers(0, 5_000)) if moves else start
         chunks.append(Chunk(ChunkId(str(number)), position, kv))
         start += tokens
@@ -52,7 +52,7 @@ def one_by_one(chunks: list[Chunk]) -> torch.Tensor:
     """Every token of every layer, moved apart from all others."""
     served, start = [], 0
     for chunk in chunks:
-        for token in chunk.kv:
+        for token in chunk.kv.unbind(2):
             moved = token.clone()
             for layer in range(LAYERS):
                 keys = moved[layer, 0].to(torch.float32)[None]
@@ -60,20 +60,20 @@ def one_by_one(chunks: list[Chunk]) -> torch.Tensor:
                 moved[layer, 0] = keys[0].to(token.dtype)
             served.append(moved)
         start += chunk.tokens
-    return torch.stack(served)
+    return torch.stack(served, dim=2)
 
 
 @given(some_chunks())
 def test_a_composition_is_its_tokens_moved_one_by_one(chunks: list[Chunk]) -> None:
     cache = Cache()
-    assert compose(chunks, ROTATION, cache.write) == sum(chunk.tokens for chunk in chunks)
+    assert compose(chunks, [ROTATION] * LAYERS, cache.write) == sum(chunk.tokens for chunk in chunks)
     assert torch.equal(cache.laid_out(), one_by_one(chunks))
 
 
 @given(some_chunks())
 def test_each_layer_is_written_once_in_order(chunks: list[Chunk]) -> None:
     cache = Cache()
-    compose(chunks, ROTATION, cache.write)
+    compose(chunks, [ROTATION] * LAYERS, cache.write)
     assert [layer for layer, _, _ in cache.written] == list(range(LAYERS))
 
 
@@ -83,34 +83,36 @@ def test_any_part_of_a_composition_is_that_part_of_the_whole(chunks: list[Chunk]
     skip = data.draw(st.integers(0, total - 1))
     stop = data.draw(st.integers(skip + 1, total))
     cache = Cache()
-    assert compose(chunks, ROTATION, cache.write, skip=skip, stop=stop) == stop - skip
-    assert torch.equal(cache.laid_out(), one_by_one(chunks)[skip:stop])
+    assert compose(chunks, [ROTATION] * LAYERS, cache.write, skip=skip, stop=stop) == stop - skip
+    assert torch.equal(cache.laid_out(), one_by_one(chunks)[:, :, skip:stop])
 
 
 def test_every_offset_of_a_composition_can_be_where_it_starts_or_stops() -> None:
-    chunks = [Chunk(ChunkId(str(n)), 40 * n + 7, torch.randn(n, LAYERS, 2, HEADS, HEAD_DIM)) for n in (3, 1, 4)]
+    chunks = [Chunk(ChunkId(str(n)), 40 * n + 7, torch.randn(LAYERS, 2, n, HEADS, HEAD_DIM)) for n in (3, 1, 4)]
     whole = one_by_one(chunks)
     for skip in range(9):
         for stop in range(skip, 9):
             cache = Cache()
-            assert compose(chunks, ROTATION, cache.write, skip=skip, stop=stop) == stop - skip
+            assert compose(chunks, [ROTATION] * LAYERS, cache.write, skip=skip, stop=stop) == stop - skip
             if skip == stop:
                 assert cache.written == []
             else:
-                assert torch.equal(cache.laid_out(), whole[skip:stop])
+                assert torch.equal(cache.laid_out(), whole[:, :, skip:stop])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_tokens_served_where_they_were_encoded_keep_every_bit_even_beside_tokens_that_move(dtype: torch.dtype) -> None:
-    stays = Chunk(ChunkId("stays"), 0, torch.randn(4, LAYERS, 2, HEADS, HEAD_DIM).to(dtype))
-    moves = Chunk(ChunkId("moves"), 90, torch.randn(2, LAYERS, 2, HEADS, HEAD_DIM).to(dtype))
+    stays = Chunk(ChunkId("stays"), 0, torch.randn(LAYERS, 2, 4, HEADS, HEAD_DIM).to(dtype))
+    moves = Chunk(ChunkId("moves"), 90, torch.randn(LAYERS, 2, 2, HEADS, HEAD_DIM).to(dtype))
     cache = Cache()
-    compose([stays, moves], ROTATION, cache.write)
+    compose([stays, moves], [ROTATION] * LAYERS, cache.write)
     bits = torch.int32 if dtype == torch.float32 else torch.int16
     laid_out = cache.laid_out()
-    assert torch.equal(laid_out[:4].view(bits), stays.kv.view(bits))
-    assert torch.equal(laid_out[4:, :, 1].view(bits), moves.kv[:, :, 1].view(bits)), "values carry no position"
-    assert not torch.equal(laid_out[4:, :, 0], moves.kv[:, :, 0])
+    assert torch.equal(laid_out[:, :, :4].contiguous().view(bits), stays.kv.view(bits))
+    assert torch.equal(laid_out[:, 1, 4:].contiguous().view(bits), moves.kv[:, 1].contiguous().view(bits)), (
+        "values carry no position"
+    )
+    assert not torch.equal(laid_out[:, 0, 4:], moves.kv[:, 0])
 
 
 @given(some_chunks(moves=False))
@@ -119,29 +121,50 @@ def test_nothing_is_rotated_where_nothing_moves(chunks: list[Chunk]) -> None:
         raise AssertionError
 
     cache = Cache()
-    compose(chunks, ROTATION, cache.write, rotate=must_not_be_called)
-    assert torch.equal(cache.laid_out(), torch.cat([chunk.kv for chunk in chunks]))
+    compose(chunks, [ROTATION] * LAYERS, cache.write, rotate=must_not_be_called)
+    assert torch.equal(cache.laid_out(), torch.cat([chunk.kv for chunk in chunks], dim=2))
 
 
 @given(some_chunks())
 def test_composing_leaves_the_chunks_as_they_were(chunks: list[Chunk]) -> None:
     before = [chunk.kv.clone() for chunk in chunks]
-    compose(chunks, ROTATION, Cache().write)
+    compose(chunks, [ROTATION] * LAYERS, Cache().write)
     assert all(torch.equal(chunk.kv, kv) for chunk, kv in zip(chunks, before, strict=True))
 
 
 def test_a_moved_key_is_rounded_once_from_float32() -> None:
     """bfloat16 has 8 significant bits: one rounding errs by at most 2^-8 of the number, two would by more."""
-    kv = torch.randn(5, LAYERS, 2, HEADS, HEAD_DIM).to(torch.bfloat16)
+    kv = torch.randn(LAYERS, 2, 5, HEADS, HEAD_DIM).to(torch.bfloat16)
     cache = Cache()
-    compose([Chunk(ChunkId("moves"), 1_000, kv)], ROTATION, cache.write)
-    exact = kv[:, :, 0].to(torch.float32).flatten(1, 2)
+    compose([Chunk(ChunkId("moves"), 1_000, kv)], [ROTATION] * LAYERS, cache.write)
+    exact = kv[:, 0].to(torch.float32).transpose(0, 1).flatten(1, 2)
     rotate_keys(exact, ROTATION.table(torch.full((5,), -1_000)), ROTATION.neox)
-    error = (cache.laid_out()[:, :, 0].float().flatten(1, 2) - exact).abs()
+    error = (cache.laid_out()[:, 0].float().transpose(0, 1).flatten(1, 2) - exact).abs()
     assert bool((error <= exact.abs() * 2**-8).all())
+
+
+@given(some_chunks(), st.integers(0, 3))
+def test_the_number_of_layers_gathered_at_once_changes_nothing(chunks: list[Chunk], layers: int) -> None:
+    layer_bytes = chunks[0].kv[0].nbytes * sum(chunk.tokens for chunk in chunks) // chunks[0].tokens
+    cache = Cache()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("connector.compose.GATHER_BYTES", layers * layer_bytes)
+        compose(chunks, [ROTATION] * LAYERS, cache.write)
+    assert torch.equal(cache.laid_out(), one_by_one(chunks))
+
+
+@given(some_chunks())
+def test_each_layer_is_rotated_as_it_rotates(chunks: list[Chunk]) -> None:
+    other = Rotation(torch.tensor([0.5, 0.05], dtype=torch.float32), neox=False)
+    cache, plain, swapped = Cache(), Cache(), Cache()
+    compose(chunks, [ROTATION, other, ROTATION], cache.write)
+    compose(chunks, [ROTATION] * LAYERS, plain.write)
+    compose(chunks, [other] * LAYERS, swapped.write)
+    assert torch.equal(cache.laid_out()[[0, 2]], plain.laid_out()[[0, 2]])
+    assert torch.equal(cache.laid_out()[1], swapped.laid_out()[1])
 
 
 def test_no_chunks_are_nothing_to_write() -> None:
     cache = Cache()
-    assert compose([], ROTATION, cache.write) == 0
+    assert compose([], [ROTATION] * LAYERS, cache.write) == 0
     assert cache.written == []

@@ -106,7 +106,7 @@ async def test_a_captured_chunk_holds_what_the_model_computes_in_every_layer(
     expected = keys_and_values(oracle.cache(encoded.prompt))
     for range_ in encoded.ranges:
         (kv,) = await engine.llm.collective_rpc(read_chunk, args=(range_.id,))
-        assert (kv - expected[range_.start : range_.start + range_.tokens]).abs().max() < NOISE
+        assert (kv - expected[:, :, range_.start : range_.start + range_.tokens]).abs().max() < NOISE
 
 
 @pytest.mark.parametrize("distance", [-40, 1, 700])
@@ -120,10 +120,10 @@ async def test_a_moved_chunk_holds_the_keys_that_the_model_computes_there(
     (kv,) = await engine.llm.collective_rpc(read_chunk, args=(range_.id,))
     ((frequencies, neox),) = await engine.llm.collective_rpc(read_rotation)
     rotation = Rotation(torch.tensor(frequencies), neox)
-    for layer in range(kv.shape[1]):
-        rotate_keys(kv[:, layer, 0], rotation.table(torch.full((range_.tokens,), distance)), rotation.neox)
+    for layer in kv:
+        rotate_keys(layer[0], rotation.table(torch.full((range_.tokens,), distance)), rotation.neox)
     expected = keys_and_values(oracle.cache(encoded.prompt, first_position=distance))
-    assert (kv - expected[range_.start : range_.start + range_.tokens]).abs().max() < NOISE
+    assert (kv - expected[:, :, range_.start : range_.start + range_.tokens]).abs().max() < NOISE
 
 
 @pytest.mark.parametrize("order", [[6, 0, 3, 2], [5, 4, 3, 2, 1, 0], [1], [3, 3, 6]])
@@ -136,9 +136,9 @@ async def test_moved_and_reordered_chunks_answer_as_transformers_does_behind_the
     for index in order:
         range_ = encoded.ranges[index]
         shifted = keys_and_values(oracle.cache(encoded.prompt, first_position=place - range_.start))
-        pieces.append(shifted[range_.start : range_.start + range_.tokens])
+        pieces.append(shifted[:, :, range_.start : range_.start + range_.tokens])
         place += range_.tokens
-    tokens, logprobs = oracle.continue_from(cache_of(torch.cat(pieces), oracle.model.config), TAIL, 8)
+    tokens, logprobs = oracle.continue_from(cache_of(torch.cat(pieces, dim=2), oracle.model.config), TAIL, 8)
     memory = await answer(engine, plan)
     assert memory.injected_tokens == place
     assert list(memory.token_ids) == tokens

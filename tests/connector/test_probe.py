@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from toy_model import ARCHITECTURES, ToyAttention, rotary
+from toy_model import ARCHITECTURES, ToyAttention, model_around, rotary
 
-from connector.probe import PROVED_ARCHITECTURES, Refused, check_attention, read_rotation
+from connector.probe import PROVED_ARCHITECTURES, Refused, check_attention, read_rotations
+from connector.rotation import Rotation
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -29,8 +30,10 @@ EXACT: dict[str, dict[str, Any]] = {
 }
 
 
-def model_of(*modules: torch.nn.Module) -> torch.nn.Module:
-    return torch.nn.ModuleList(modules)
+def read_rotation(module: torch.nn.Module) -> Rotation:
+    """The rotation of a model of one layer."""
+    (rotation,) = read_rotations(model_around({"layer.attn": torch.nn.Linear(2, 2)}, module), ["layer.attn"])
+    return rotation
 
 
 @pytest.mark.parametrize("neox", [True, False])
@@ -40,31 +43,35 @@ def test_a_rotation_that_grows_linearly_with_the_position_is_read_from_the_modul
     kind: str, dtype: torch.dtype, neox: bool
 ) -> None:
     module = rotary(dtype, neox, head_dim=64, **EXACT[kind])
-    rotation = read_rotation(model_of(module))
+    rotation = read_rotation(module)
     assert rotation.neox == neox
     assert rotation.rotary_dim == (32 if kind == "partial" else 64)
 
 
 def test_the_frequencies_of_a_plain_rotation_are_powers_of_its_base() -> None:
     expected = 10_000.0 ** -(torch.arange(0, 64, 2, dtype=torch.float64) / 64)
-    read = read_rotation(model_of(rotary(head_dim=64))).frequencies
+    read = read_rotation(rotary(head_dim=64)).frequencies
     torch.testing.assert_close(read.double(), expected, rtol=1e-6, atol=1e-9)
 
 
-def test_a_module_shared_by_all_layers_is_one_rotation() -> None:
-    module = rotary()
-    assert read_rotation(model_of(module, module, torch.nn.Linear(2, 2))).neox
+def test_each_layer_has_the_rotation_of_the_module_beside_it() -> None:
+    shared, other = rotary(), rotary(rope_theta=20_000.0)
+    tree = torch.nn.ModuleDict(
+        {
+            str(n): model_around({"self_attn.attn": torch.nn.Linear(2, 2)}, module)
+            for n, module in enumerate([shared, other, shared])
+        }
+    )
+    first, second, third = read_rotations(tree, [f"{n}.self_attn.attn" for n in range(3)])
+    assert first is third
+    assert not torch.equal(first.frequencies, second.frequencies)
 
 
-def test_layers_that_rotate_differently_are_refused() -> None:
-    for other in (rotary(rope_theta=20_000.0), rotary(neox=False)):
-        with pytest.raises(Refused, match="rotate differently"):
-            read_rotation(model_of(rotary(), other))
-
-
-def test_a_model_without_rotary_positions_is_refused() -> None:
-    with pytest.raises(Refused, match="not rotary"):
-        read_rotation(model_of(torch.nn.Linear(2, 2)))
+def test_a_layer_without_a_plain_rotary_module_beside_it_is_refused() -> None:
+    with pytest.raises(Refused, match=r"not plainly rotary \(Linear\)"):
+        read_rotation(torch.nn.Linear(2, 2))
+    with pytest.raises(Refused, match=r"not plainly rotary \(no rotary module\)"):
+        read_rotations(torch.nn.ModuleDict({"attn": torch.nn.Linear(2, 2)}), ["attn"])
 
 
 def test_angles_that_do_not_grow_linearly_are_refused() -> None:
@@ -75,7 +82,7 @@ def test_angles_that_do_not_grow_linearly_are_refused() -> None:
     module._compute_cos_sin_cache = lambda: table
     try:
         with pytest.raises(Refused, match="do not grow linearly"):
-            read_rotation(model_of(module))
+            read_rotation(module)
     finally:
         del module._compute_cos_sin_cache  # vLLM shares equal modules
 
@@ -86,7 +93,7 @@ def test_a_module_that_does_something_else_than_its_table_says_is_refused() -> N
     module.forward = lambda positions, query, key: plain(positions // 2, query, key)
     try:
         with pytest.raises(Refused, match="does not agree with keys moved"):
-            read_rotation(model_of(module))
+            read_rotation(module)
     finally:
         del module.forward
 
@@ -117,7 +124,6 @@ class FusedBackend:
     ("attribute", "value", "reason"),
     [
         ("attn_type", "encoder_only", "not decoder self-attention"),
-        ("sliding_window", 4096, "sliding window of 4096 tokens"),
         ("kv_sharing_target_layer_name", "model.layers.0", "shares the cache of model.layers.0"),
         ("head_size_v", 4, "values of another width"),
         ("attn_backend", FusedBackend, "FUSED does not update its cache apart"),

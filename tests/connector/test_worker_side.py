@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from toy_model import ARCHITECTURES, HEAD_DIM, HEADS, LAYERS, SLOTS, ToyModel
+from toy_model import ARCHITECTURES, HEAD_DIM, HEADS, LAYERS, SLOTS, ToyModel, model_around
 
 from connector.chunk import ChunkId, chunk_id
 from connector.metadata import Capture, Load, StepMetadata, transfer_params
@@ -43,7 +43,7 @@ def held(model: ToyModel, id_: ChunkId) -> torch.Tensor:
     assert model.worker.store is not None
     chunk = model.worker.store.get(id_)
     assert chunk is not None
-    return chunk.kv
+    return chunk.kv.permute(2, 0, 1, 3, 4)  # tokens first, as `some_kv` makes them
 
 
 @pytest.fixture
@@ -244,7 +244,7 @@ def test_a_refused_model_is_served_as_text_and_every_load_says_why() -> None:
     model = ToyModel()
     worker = WorkerSide(1 << 20)
     worker.register(model.layers, model.caches, ["MambaForCausalLM"])
-    worker.prove(torch.nn.ModuleList([model.rotary]))
+    worker.prove(model_around(model.layers, model.rotary))
     one_step(model, [Capture(A, 0, 1, 0, (0,))], some_kv(1), [0])
     worker.load([Load("r", ((A, 1),), 0, (0,), (0,))])
     report = worker.take_report()
@@ -260,8 +260,9 @@ def test_a_model_whose_positions_cannot_be_moved_is_refused() -> None:
     model = ToyModel()
     worker = WorkerSide(1 << 20)
     worker.register(model.layers, model.caches, ARCHITECTURES)
-    worker.prove(torch.nn.ModuleList())
-    assert worker.refusal == "its positions are not rotary"
+    worker.prove(model_around(model.layers, torch.nn.Linear(2, 2)))
+    assert worker.refusal is not None
+    assert "not plainly rotary (Linear)" in worker.refusal
 
 
 @pytest.mark.parametrize("right", [True, False])
@@ -273,7 +274,7 @@ def test_a_faster_rotation_is_used_only_where_its_results_are_the_plain_ones(rig
         calls.append(len(keys))
         rotate_keys(keys, table, neox if right else not neox)
 
-    model.worker.prove(torch.nn.ModuleList([model.rotary]), faster)
+    model.worker.prove(model_around(model.layers, model.rotary), faster)
     captured(model, A, some_kv(2), position=100)
     calls.clear()
     model.worker.load([Load("r", ((A, 2),), 0, (0, 1), (0,))])
@@ -287,7 +288,7 @@ def test_where_a_faster_rotation_has_no_kernel_keys_are_rotated_by_the_plain_one
     def missing(keys: torch.Tensor, table: torch.Tensor, neox: bool) -> None:
         raise NotImplementedError("Could not run '_C::rotary_embedding' with arguments from this backend")
 
-    model.worker.prove(torch.nn.ModuleList([model.rotary]), missing)
+    model.worker.prove(model_around(model.layers, model.rotary), missing)
     captured(model, A, some_kv(2), position=100)
     model.worker.load([Load("r", ((A, 2),), 0, (0, 1), (0,))])
     assert model.worker.refusal is None

@@ -67,6 +67,21 @@ def rotary(dtype: torch.dtype = torch.float32, neox: bool = True, positions: int
         return get_rope(head_dim, positions, neox, {"rope_theta": 10_000.0, **parameters}, dtype)
 
 
+def model_around(layers: dict[str, torch.nn.Module], rotary_emb: torch.nn.Module) -> torch.nn.Module:
+    """A module tree in which each layer stands under its name, with the rotary module beside it."""
+    root = torch.nn.Module()
+    for name, layer in layers.items():
+        place = root
+        *path, last = name.split(".")
+        for part in path:
+            if part not in dict(place.named_children()):
+                place.add_module(part, torch.nn.Module())
+            place = place.get_submodule(part)
+        place.add_module(last, layer)
+        place.add_module("rotary_emb", rotary_emb)
+    return root
+
+
 class ToyModel:
     """A worker's half with its layers, caches and rotation."""
 
@@ -77,7 +92,7 @@ class ToyModel:
         self.rotary = rotary(dtype)
         self.worker = WorkerSide(budget_bytes)
         self.worker.register(self.layers, self.caches, ARCHITECTURES)
-        self.worker.prove(torch.nn.ModuleList([self.rotary]))
+        self.worker.prove(model_around(self.layers, self.rotary))
 
     def forward(self, kv: torch.Tensor, slots: Sequence[int]) -> None:
         """A forward pass whose tokens have these keys and values `[tokens, layers, 2, kv_heads, head_dim]`."""
