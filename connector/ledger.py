@@ -7,74 +7,100 @@ Bytes are counted from the reservation on and never exceed the budget: what does
 Eviction takes from the users least recently used, no more than it must, and never a pinned chunk: a chunk is pinned
 from the plan that names it until its request is over. Forgetting (a fact was deleted) does not wait for pins: a request
 that still wanted the chunk prefills the text instead.
+
+Heads belong to nobody (`SHARED`) and every prompt starts with one: users never evict them. They have a share of the
+budget; within it a head may evict users, beyond it only the heads least recently used.
 """
 
 from __future__ import annotations
 
+import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from connector.chunk import ChunkId, ChunkRef
 
 SHARED = ""
 """The owner of chunks that belong to nobody: the prompts' heads."""
 
+SHARED_PART = 8
+"""One part in so many of the budget is the most that heads take."""
+
+
+class _Holder(NamedTuple):
+    """What is used, and therefore evicted, together: all of a user's chunks, or one head."""
+
+    owner: str
+    head: ChunkId | None
+
+
+@dataclass(slots=True)
+class _Held:
+    sizes: dict[ChunkId, int] = field(default_factory=dict)  # in bytes
+    used_at: float = 0.0
+
 
 class ChunkLedger:
     """`token_bytes` is what one token of a chunk takes over all ranks of the engine."""
 
-    def __init__(self, budget_bytes: int, token_bytes: int) -> None:
+    def __init__(self, budget_bytes: int, token_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.budget_bytes = budget_bytes
+        self.shared_budget_bytes = budget_bytes // SHARED_PART
         self.token_bytes = token_bytes
         self.bytes = 0
-        self._owners: OrderedDict[str, dict[ChunkId, int]] = OrderedDict()  # least recently used first; in bytes
-        self._owner_of: dict[ChunkId, str] = {}
+        self._clock = clock
+        self._holders: OrderedDict[_Holder, _Held] = OrderedDict()  # least recently used first
+        self._holder_of: dict[ChunkId, _Holder] = {}
         self._reserved: set[ChunkId] = set()  # counted, but not there yet
         self._pins: Counter[ChunkId] = Counter()
 
     def __len__(self) -> int:
-        return len(self._owner_of) - len(self._reserved)
+        return len(self._holder_of) - len(self._reserved)
 
     def peek_resident(self, id_: ChunkId) -> bool:
         """Whether the chunk can be injected now."""
-        return id_ in self._owner_of and id_ not in self._reserved
+        return id_ in self._holder_of and id_ not in self._reserved
 
     def owners(self) -> int:
         """How many users have chunks here."""
-        return sum(owner != SHARED for owner in self._owners)
+        return sum(holder.owner != SHARED for holder in self._holders)
 
-    def reserve(self, owner: str, refs: Sequence[ChunkRef]) -> list[ChunkId] | None:
-        """Makes room for chunks of `owner` that are about to be encoded.
+    def reserve(self, owner: str, refs: Sequence[ChunkRef], *, spare_s: float = 0.0) -> list[ChunkId] | None:
+        """Makes room for chunks of `owner` that are about to be encoded; who was active within `spare_s` keeps theirs.
 
         Returns the evicted ids, which the workers must drop before the chunks arrive; or None where the chunks do not
         fit even so: then nothing has changed. Ids that are here already are passed over.
         """
-        new = {id_: tokens * self.token_bytes for id_, tokens in refs if id_ not in self._owner_of}
-        needed = self.bytes + sum(new.values()) - self.budget_bytes
+        new = {id_: tokens * self.token_bytes for id_, tokens in refs if id_ not in self._holder_of}
+        needed = sum(new.values())
         evicted: list[ChunkId] = []
-        if needed > 0:
-            for id_, size in self._evictable(owner):
-                if needed <= 0:
-                    break
-                evicted.append(id_)
-                needed -= size
-            if needed > 0:
+        if owner == SHARED:
+            heads = [holder for holder in self._holders if holder.owner == SHARED and holder.head not in dict(refs)]
+            over = needed + self._shared_bytes() - self.shared_budget_bytes
+            if not self._choose(over, heads, spare_s, evicted):
                 return None
-            self.forget(evicted)
+        users = [holder for holder in self._holders if holder.owner not in (owner, SHARED)]
+        freed = sum(self._size(id_) for id_ in evicted)
+        if not self._choose(needed + self.bytes - freed - self.budget_bytes, users, spare_s, evicted):
+            return None
+        self.forget(evicted)
         for id_, size in new.items():
-            self._owners.setdefault(owner, {})[id_] = size
-            self._owner_of[id_] = owner
+            holder = self._holder_of[id_] = _holder(owner, id_)
+            self._holders.setdefault(holder, _Held()).sizes[id_] = size
             self._reserved.add(id_)
             self.bytes += size
         self.touch(owner)
+        self._touch(_holder(owner, id_) for id_, _ in refs)
         return evicted
 
     def commit(self, ids: Iterable[ChunkId]) -> list[ChunkId]:
         """Chunks are complete on every worker. Returns those forgotten meanwhile, which the workers must drop."""
         ids = list(ids)
         self._reserved.difference_update(ids)
-        return [id_ for id_ in ids if id_ not in self._owner_of]
+        return [id_ for id_ in ids if id_ not in self._holder_of]
 
     def abort(self, ids: Iterable[ChunkId]) -> None:
         """Reserved chunks did not come."""
@@ -84,30 +110,33 @@ class ChunkLedger:
         """Strikes chunks out at once; returns those that were here, which the workers must drop."""
         gone: list[ChunkId] = []
         for id_ in ids:
-            owner = self._owner_of.pop(id_, None)
-            if owner is None:
+            holder = self._holder_of.pop(id_, None)
+            if holder is None:
                 continue
-            held = self._owners[owner]
+            held = self._holders[holder].sizes
             self.bytes -= held.pop(id_)
             self._reserved.discard(id_)
             if not held:
-                del self._owners[owner]
+                del self._holders[holder]
             gone.append(id_)
         return gone
 
     def ids_of(self, owner: str) -> list[ChunkId]:
-        """Everything of one user, reserved chunks included."""
-        return list(self._owners.get(owner, ()))
+        """Everything of one owner, reserved chunks included."""
+        if owner == SHARED:
+            return [holder.head for holder in self._holders if holder.head is not None]
+        held = self._holders.get(_Holder(owner, None))
+        return list(held.sizes) if held is not None else []
 
     def touch(self, owner: str) -> None:
         """The user was active."""
-        if owner in self._owners:
-            self._owners.move_to_end(owner)
+        self._touch([_Holder(owner, None)])
 
     @contextmanager
     def pinned(self, owner: str, ids: Sequence[ChunkId]) -> Iterator[None]:
-        """Keeps chunks from eviction for the life of a request."""
+        """Keeps chunks from eviction for the life of a request of this user."""
         self.touch(owner)
+        self._touch(self._holder_of[id_] for id_ in ids if id_ in self._holder_of)
         self._pins.update(ids)
         try:
             yield
@@ -117,20 +146,42 @@ class ChunkLedger:
                 if self._pins[id_] <= 0:
                     del self._pins[id_]
 
-    def _evictable(self, but: str) -> Iterator[tuple[ChunkId, int]]:
-        for owner, held in self._owners.items():
-            if owner in (but, SHARED):
-                continue
-            for id_, size in held.items():
-                if id_ not in self._pins and id_ not in self._reserved:
-                    yield id_, size
+    def _touch(self, holders: Iterable[_Holder]) -> None:
+        for holder in holders:
+            if holder in self._holders:
+                self._holders.move_to_end(holder)
+                self._holders[holder].used_at = self._clock()
+
+    def _choose(self, needed_bytes: int, holders: Collection[_Holder], spare_s: float, chosen: list[ChunkId]) -> bool:
+        """Adds to `chosen` what to evict of `holders` (least recently used first); whether that is enough."""
+        active_since = self._clock() - spare_s
+        for holder in holders:
+            if needed_bytes <= 0 or self._holders[holder].used_at > active_since:
+                break
+            for id_, size in self._holders[holder].sizes.items():
+                if needed_bytes > 0 and id_ not in self._pins and id_ not in self._reserved:
+                    chosen.append(id_)
+                    needed_bytes -= size
+        return needed_bytes <= 0
+
+    def _size(self, id_: ChunkId) -> int:
+        return self._holders[self._holder_of[id_]].sizes[id_]
+
+    def _shared_bytes(self) -> int:
+        return sum(sum(held.sizes.values()) for holder, held in self._holders.items() if holder.owner == SHARED)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError where bytes, owners, reservations and pins do not add up."""
-        held = {id_: owner for owner, chunks in self._owners.items() for id_ in chunks}
-        assert held == self._owner_of, "lookup and owners differ"
-        assert self.bytes == sum(sum(chunks.values()) for chunks in self._owners.values()), "bytes do not add up"
+        """Raises AssertionError where bytes, holders, reservations and pins do not add up."""
+        holder_of = {id_: holder for holder, held in self._holders.items() for id_ in held.sizes}
+        assert holder_of == self._holder_of, "lookup and holders differ"
+        assert all(holder == _holder(holder.owner, id_) for id_, holder in holder_of.items()), "a head in company"
+        assert self.bytes == sum(map(self._size, holder_of)), "bytes do not add up"
         assert self.bytes <= self.budget_bytes, "over budget"
-        assert self._reserved <= held.keys(), "a reservation of an unknown chunk"
+        assert self._shared_bytes() <= self.shared_budget_bytes, "heads over their share"
+        assert self._reserved <= holder_of.keys(), "a reservation of an unknown chunk"
         assert all(count > 0 for count in self._pins.values()), "a pin was released twice"
-        assert all(self._owners.values()), "an owner without chunks"
+        assert all(held.sizes for held in self._holders.values()), "a holder without chunks"
+
+
+def _holder(owner: str, id_: ChunkId) -> _Holder:
+    return _Holder(owner, id_ if owner == SHARED else None)

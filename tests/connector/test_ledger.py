@@ -11,13 +11,21 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from connector.chunk import ChunkId
-from connector.ledger import SHARED, ChunkLedger
+from connector.ledger import SHARED, SHARED_PART, ChunkLedger
 
 TOKEN_BYTES = 3
-BUDGET = 20 * TOKEN_BYTES
+BUDGET = 40 * TOKEN_BYTES
+SPARE_S = 5.0
 OWNERS = [SHARED, "alice", "bob", "carol"]
-LENGTHS = {ChunkId(f"{owner or 'head'}-{n}"): n for owner in OWNERS for n in (1, 2, 4, 7)}
+LENGTHS = {ChunkId(f"{owner or 'head'}-{n}"): n for owner in OWNERS for n in (1, 2, 4, 9)}
 IDS = {owner: [id_ for id_ in LENGTHS if id_.startswith(owner or "head")] for owner in OWNERS}
+OWNER = {id_: owner for owner, ids in IDS.items() for id_ in ids}
+
+
+def used_as(id_: ChunkId) -> str:
+    """What is used and evicted together: a user's chunks, each head alone."""
+    return id_ if OWNER[id_] == SHARED else OWNER[id_]
+
 
 owners = st.sampled_from(OWNERS)
 ids = st.sampled_from(list(LENGTHS))
@@ -28,14 +36,19 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.ledger = ChunkLedger(BUDGET, TOKEN_BYTES)
+        self.now = 0.0
+        self.ledger = ChunkLedger(BUDGET, TOKEN_BYTES, clock=lambda: self.now)
         self.reserved: set[ChunkId] = set()
         self.resident: set[ChunkId] = set()
-        self.used: list[str] = []  # the latest last
+        self.used: dict[str, float] = {}  # when users and heads were used last, the latest last
         self.requests: list[tuple[AbstractContextManager[None], list[ChunkId]]] = []
 
-    def _use(self, owner: str) -> None:
-        self.used = [*(o for o in self.used if o != owner), owner]
+    def _use(self, owner: str, some: list[ChunkId]) -> None:
+        here = self.reserved | self.resident
+        heads = [id_ for id_ in some if id_ in IDS[SHARED] and id_ in here]
+        for used in [owner, *heads] if here & set(IDS[owner]) and owner != SHARED else heads:
+            self.used.pop(used, None)
+            self.used[used] = self.now
 
     def _pinned(self) -> set[ChunkId]:
         return {id_ for _, pins in self.requests for id_ in pins}
@@ -43,33 +56,46 @@ class LedgerMachine(RuleBasedStateMachine):
     def _size(self, some: set[ChunkId]) -> int:
         return sum(LENGTHS[id_] for id_ in some) * TOKEN_BYTES
 
-    def _evictable(self, but: str) -> set[ChunkId]:
-        safe = {*IDS[but], *IDS[SHARED], *self._pinned(), *self.reserved}
-        return self.resident - safe
+    def _evictable(self, owners: list[str], spare_s: float) -> set[ChunkId]:
+        idle = {used for used, at in self.used.items() if at <= self.now - spare_s}
+        free = self.resident - self._pinned()
+        return {id_ for id_ in free if OWNER[id_] in owners and used_as(id_) in idle}
 
-    @rule(owner=owners, data=st.data())
-    def reserve(self, owner: str, data: st.DataObject) -> None:
-        wanted = data.draw(st.lists(st.sampled_from(IDS[owner]), max_size=3))
-        new = set(wanted) - self.reserved - self.resident
-        evictable = self._evictable(owner)
-        over = self._size(self.reserved | self.resident | new) - BUDGET
-        before = (self.ledger.bytes, len(self.ledger))
-        evicted = self.ledger.reserve(owner, [(id_, LENGTHS[id_]) for id_ in wanted])
-        assert (evicted is None) == (over > self._size(evictable))
-        if evicted is None:
-            assert (self.ledger.bytes, len(self.ledger)) == before
-            return
+    def _check_order(self, evicted: list[ChunkId], evictable: set[ChunkId], over: int) -> None:
         assert set(evicted) <= evictable
         if evicted:
             assert self._size(set(evicted[:-1])) < over <= self._size(set(evicted)), "evicts no more than it must"
-        order = [self.used.index(next(o for o in OWNERS if id_ in IDS[o])) for id_ in evicted]
+        order = [list(self.used).index(used_as(id_)) for id_ in evicted]
         assert order == sorted(order), "the least recently used go first"
-        left_of_older = [id_ for o in self.used[: max(order, default=0)] for id_ in IDS[o] if id_ in evictable]
-        assert set(left_of_older) <= set(evicted), "an older user gives all before the next gives any"
+        older = list(self.used)[: max(order, default=0)]
+        left_of_older = {id_ for id_ in evictable if used_as(id_) in older}
+        assert left_of_older <= set(evicted), "an older user gives all before the next gives any"
+
+    @rule(passed_s=st.floats(0, 2 * SPARE_S))
+    def time_passes(self, passed_s: float) -> None:
+        self.now += passed_s
+
+    @rule(owner=owners, data=st.data(), spare_s=st.sampled_from([0.0, SPARE_S]))
+    def reserve(self, owner: str, data: st.DataObject, spare_s: float) -> None:
+        wanted = data.draw(st.lists(st.sampled_from(IDS[owner]), max_size=3))
+        here = self.reserved | self.resident
+        new = set(wanted) - here
+        heads_over = self._size((here & set(IDS[SHARED])) | new) - BUDGET // SHARED_PART if owner == SHARED else 0
+        heads = self._evictable([SHARED], spare_s) - set(wanted)
+        users = self._evictable([o for o in OWNERS if o not in (owner, SHARED)], spare_s)
+        before = (self.ledger.bytes, len(self.ledger))
+        evicted = self.ledger.reserve(owner, [(id_, LENGTHS[id_]) for id_ in wanted], spare_s=spare_s)
+        evicted_heads = [id_ for id_ in evicted or () if id_ in IDS[SHARED]]
+        over = self._size(here | new) - self._size(set(evicted_heads)) - BUDGET
+        if evicted is None:
+            assert heads_over > self._size(heads) or over > self._size(users)
+            assert (self.ledger.bytes, len(self.ledger)) == before
+            return
+        self._check_order(evicted_heads, heads, heads_over)
+        self._check_order([id_ for id_ in evicted if id_ not in IDS[SHARED]], users, over)
         self.resident -= set(evicted)
         self.reserved |= new
-        if self.ledger.ids_of(owner):
-            self._use(owner)
+        self._use(owner, wanted)
 
     @precondition(lambda self: self.reserved)
     @rule(data=st.data())
@@ -93,17 +119,16 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(owner=owners)
     def touch(self, owner: str) -> None:
         self.ledger.touch(owner)
-        if self.ledger.ids_of(owner):
-            self._use(owner)
+        self._use(owner, [])
 
     @rule(owner=owners, data=st.data())
     def begin_request(self, owner: str, data: st.DataObject) -> None:
-        pins = data.draw(st.lists(st.sampled_from(IDS[owner]), max_size=3))  # repetition is a retry's second plan
+        some = st.sampled_from(IDS[SHARED] + IDS[owner])
+        pins = data.draw(st.lists(some, max_size=3))  # repetition is a retry's second plan
         request = self.ledger.pinned(owner, pins)
         request.__enter__()
         self.requests.append((request, pins))
-        if self.ledger.ids_of(owner):
-            self._use(owner)
+        self._use(owner, pins)
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), failed=st.booleans())
@@ -158,11 +183,64 @@ def test_a_request_keeps_its_chunks_from_eviction_until_it_ends(ledger: ChunkLed
     assert ledger.reserve("carol", [(ChunkId("carol-1"), 1)]) in ([alice[0]], [bob[0]])
 
 
-def test_a_user_never_evicts_the_own_chunks_nor_the_shared_heads(ledger: ChunkLedger) -> None:
-    ledger.forget(ledger.ids_of("bob"))
-    assert ledger.reserve(SHARED, [(ChunkId("head"), 5)]) == []
-    ledger.commit([ChunkId("head")])
-    assert ledger.reserve("alice", [(ChunkId("alice-9"), 1)]) is None
+def test_a_user_never_evicts_the_own_chunks(ledger: ChunkLedger) -> None:
+    with ledger.pinned("bob", ledger.ids_of("bob")):
+        assert ledger.reserve("alice", [(ChunkId("alice-9"), 1)]) is None
+
+
+def test_who_was_active_a_moment_ago_keeps_the_chunks_where_that_is_asked_for() -> None:
+    now = 0.0
+    ledger = ChunkLedger(4, 1, clock=lambda: now)
+    assert ledger.reserve("alice", [(ChunkId("alice-0"), 4)]) == []
+    ledger.commit(["alice-0"])
+    now = 9.0
+    assert ledger.reserve("bob", [(ChunkId("bob-0"), 1)], spare_s=10.0) is None
+    ledger.touch("alice")
+    now = 18.0
+    assert ledger.reserve("bob", [(ChunkId("bob-0"), 1)], spare_s=10.0) is None
+    now = 19.0
+    assert ledger.reserve("bob", [(ChunkId("bob-0"), 1)], spare_s=10.0) == ["alice-0"]
+
+
+# -- heads ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def crowded() -> Iterator[ChunkLedger]:
+    """Room for 32 tokens, four of them for heads; Alice has 28, and three heads one each."""
+    ledger = ChunkLedger(32, 1)
+    for owner, ids in (("alice", [f"alice-{n}" for n in range(28)]), (SHARED, ["head-0", "head-1", "head-2"])):
+        assert ledger.reserve(owner, [(ChunkId(id_), 1) for id_ in ids]) == []
+        ledger.commit([ChunkId(id_) for id_ in ids])
+    yield ledger
+    ledger.check_integrity()
+
+
+def test_a_user_never_evicts_a_head(crowded: ChunkLedger) -> None:
+    with crowded.pinned("alice", crowded.ids_of("alice")):
+        assert crowded.reserve("bob", [(ChunkId("bob-0"), 2)]) is None
+
+
+def test_a_head_within_the_heads_share_evicts_users(crowded: ChunkLedger) -> None:
+    assert crowded.reserve("bob", [(ChunkId("bob-0"), 1)]) == []
+    assert crowded.reserve(SHARED, [(ChunkId("head-3"), 1)]) == ["alice-0"]
+
+
+def test_beyond_their_share_heads_evict_the_head_used_longest_ago_and_no_user(crowded: ChunkLedger) -> None:
+    with crowded.pinned("alice", [ChunkId("head-0")]):
+        pass
+    assert crowded.reserve(SHARED, [(ChunkId("head-3"), 2)]) == ["head-1"]
+
+
+def test_a_head_in_use_is_not_evicted(crowded: ChunkLedger) -> None:
+    with crowded.pinned("alice", [ChunkId("head-1")]):
+        assert crowded.reserve(SHARED, [(ChunkId("head-3"), 4)]) is None
+        assert crowded.reserve(SHARED, [(ChunkId("head-3"), 3)]) == ["head-0", "head-2"]
+
+
+def test_a_head_larger_than_the_heads_share_is_refused(crowded: ChunkLedger) -> None:
+    assert crowded.reserve(SHARED, [(ChunkId("head-3"), 5)]) is None
+    assert len(crowded) == 31
 
 
 def test_a_chunk_forgotten_while_it_was_encoded_is_reported_when_it_comes(ledger: ChunkLedger) -> None:
