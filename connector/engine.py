@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +51,7 @@ class EngineSettings:
     max_seqs: int | None = None
     dtype: str = "auto"
     prefix_caching: bool = True
+    kv_cache_dtype: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,7 @@ class MemoryEngine:
             dtype=settings.dtype,
             enforce_eager=settings.eager,
             enable_prefix_caching=settings.prefix_caching,
+            kv_cache_dtype=settings.kv_cache_dtype,
             scheduling_policy="priority",
             # With it, vLLM schedules a step before it hears of the last one's failed loads and takes the token computed
             # behind them for an answer (its default on GPUs; the CPU platform has it off).
@@ -132,8 +134,8 @@ class MemoryEngine:
 
     async def generate(
         self, request_id: str, plan: PromptPlan, sampling: SamplingParams, *, priority: int = CHAT_PRIORITY
-    ) -> AsyncIterator[EngineDelta]:
-        """Generates behind the planned prompt. Closing the iterator aborts the request.
+    ) -> AsyncGenerator[EngineDelta, None]:
+        """Generates behind the planned prompt. Closing the generator aborts the request.
 
         Raises `EngineFailed` where the engine died or ended the request with an error.
         """

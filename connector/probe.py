@@ -17,7 +17,18 @@ from vllm.v1.attention.backend import AttentionType
 
 from connector.rotation import Rotation, rotate_keys
 
-PROVED_ARCHITECTURES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
+PROVED_ARCHITECTURES = frozenset(
+    {
+        "Gemma2ForCausalLM",
+        "Gemma3ForCausalLM",
+        "GlmForCausalLM",
+        "LlamaForCausalLM",
+        "MistralForCausalLM",
+        "PhiForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM",
+    }
+)
 """Architectures whose equivalence with plain prefill our tests show, moved chunks included.
 
 The proof by module cannot see everything (layers that leave the rotation out, say), hence the list.

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -111,6 +112,17 @@ async def encode(
     return Encoded(tuple(ranges), tuple(prompt))
 
 
+@contextmanager
+def bind_cores(workers: int) -> Iterator[None]:
+    """Engines started meanwhile have this many workers."""
+    cores = sorted(os.sched_getaffinity(0))
+    before = os.environ["VLLM_CPU_OMP_THREADS_BIND"]
+    if workers > 1:
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[n % len(cores)]) for n in range(workers))
+    yield
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = before
+
+
 def read_chunk(worker: object, id_: ChunkId) -> torch.Tensor:
     """Runs in the worker: a chunk's `[layers, 2, tokens, kv_heads, head_dim]`, as float32."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -145,7 +157,7 @@ class Oracle:
         """Keys and values of a prompt whose first token stands at `first_position`."""
         ids = torch.tensor([list(token_ids)])
         positions = torch.arange(len(token_ids))[None] + first_position
-        cache = DynamicCache(config=self.model.config)
+        cache = DynamicCache()  # of full length in every layer, also where a sliding window would do with less
         self.model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
         return cache
 
@@ -172,9 +184,9 @@ def keys_and_values(cache: DynamicCache) -> torch.Tensor:
     return torch.stack(layers).transpose(2, 3)
 
 
-def cache_of(kv: torch.Tensor, config: PretrainedConfig) -> DynamicCache:
+def cache_of(kv: torch.Tensor) -> DynamicCache:
     """The reverse of `keys_and_values`."""
-    cache = DynamicCache(config=config)
+    cache = DynamicCache()
     for layer, of_layer in enumerate(kv):
         keys, values = of_layer.transpose(1, 2).unsqueeze(1)
         cache.update(keys.contiguous(), values.contiguous(), layer)

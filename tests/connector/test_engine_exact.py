@@ -138,7 +138,7 @@ async def test_moved_and_reordered_chunks_answer_as_transformers_does_behind_the
         shifted = keys_and_values(oracle.cache(encoded.prompt, first_position=place - range_.start))
         pieces.append(shifted[:, :, range_.start : range_.start + range_.tokens])
         place += range_.tokens
-    tokens, logprobs = oracle.continue_from(cache_of(torch.cat(pieces, dim=2), oracle.model.config), TAIL, 8)
+    tokens, logprobs = oracle.continue_from(cache_of(torch.cat(pieces, dim=2)), TAIL, 8)
     memory = await answer(engine, plan)
     assert memory.injected_tokens == place
     assert list(memory.token_ids) == tokens

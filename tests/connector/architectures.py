@@ -1,0 +1,128 @@
+"""The architectures that we say something about, each as a tiny random model. The README's table is made from this list.
+
+`python -m tests.connector.architectures` prints that table; a test holds the README to it, and the engine tests hold the
+list to the truth.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import AutoConfig, PretrainedConfig
+
+BASE: dict[str, Any] = {
+    "vocab_size": 49_152,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 2,
+}
+PLAIN = {"rope_theta": 10_000.0, "rope_type": "default"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table. `refused` is part of the sentence that start-up refuses with, None for a served model."""
+
+    name: str
+    model_type: str
+    options: dict[str, Any] = field(default_factory=dict)
+    engine: dict[str, Any] = field(default_factory=dict)
+    refused: str | None = None
+    same_in_transformers: bool = True  # whether transformers computes the same function, so that it can be the oracle
+
+    def config(self) -> PretrainedConfig:
+        return AutoConfig.for_model(self.model_type, **{**BASE, "rope_parameters": PLAIN, **self.options})
+
+
+def _rope(**parameters: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_theta": 10_000.0, **parameters}}
+
+
+CASES = [
+    Case("Llama, one key head (multi-query)", "llama", {"num_key_value_heads": 1}),
+    Case("Llama, as many key heads as heads", "llama", {"num_key_value_heads": 4}),
+    Case(
+        "Llama, llama3 scaling",
+        "llama",
+        _rope(
+            rope_type="llama3",
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=256,
+        ),
+    ),
+    Case("Llama, linear scaling", "llama", _rope(rope_type="linear", factor=4.0)),
+    Case(
+        "Llama, YaRN with its amplitude",
+        "llama",
+        _rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=512),
+    ),
+    Case("Mistral", "mistral", {"sliding_window": None}),
+    Case("Mistral, sliding window", "mistral", {"sliding_window": 64}),
+    Case("Qwen2 (biases)", "qwen2"),
+    Case("Qwen3 (normalised keys)", "qwen3"),
+    Case("Phi (partial rotary)", "phi", {"partial_rotary_factor": 0.5}),
+    Case("GLM (interleaved, partial rotary)", "glm", {"rope_parameters": {**PLAIN, "partial_rotary_factor": 0.5}}),
+    Case(
+        "Gemma 2 (sliding and global layers)",
+        "gemma2",
+        {"sliding_window": 64, "query_pre_attn_scalar": 32, "hidden_activation": "gelu_pytorch_tanh"},
+    ),
+    Case(
+        "Gemma 3 (sliding and global layers that rotate differently)",
+        "gemma3_text",
+        {
+            "sliding_window": 64,
+            "query_pre_attn_scalar": 32,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 1_000_000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            },
+        },
+    ),
+    Case(
+        "DeepSeek-V2 (multi-head latent attention)",
+        "deepseek_v2",
+        {
+            "kv_lora_rank": 64,
+            "q_lora_rank": None,
+            "qk_rope_head_dim": 32,
+            "qk_nope_head_dim": 32,
+            "v_head_dim": 32,
+            "num_key_value_heads": 4,
+            "first_k_dense_replace": 4,
+            "n_routed_experts": None,
+            "moe_intermediate_size": 64,
+        },
+        refused="not among those proved",
+    ),
+    Case("GPT-2 (learned positions)", "gpt2", refused="not among those proved"),
+    Case("Llama, tensor parallel over 2 workers", "llama", engine={"tensor_parallel": 2}),
+    Case("Llama, fp8 KV cache", "llama", engine={"kv_cache_dtype": "fp8"}, same_in_transformers=False),
+]
+
+
+def table() -> str:
+    """The README's rows."""
+    lines = ["| model | memory |", "|---|---|", "| Llama (grouped-query attention) | injected |"]
+    for case in CASES:
+        outcome = "injected" if case.refused is None else "refused at start-up"
+        lines.append(f"| {case.name} | {outcome} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    import sys
+
+    sys.stdout.write(table() + "\n")

@@ -1,0 +1,101 @@
+"""Each architecture is served exactly or refused with a sentence; none is served wrongly.
+
+float32 and tolerances as in `test_engine_exact.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from connector.chunk import memory_salt
+from connector.engine import EngineSettings, MemoryEngine
+from connector.plan import PromptPlan
+from sharding.errors import StartupError
+from tests.connector.architectures import CASES, Case, table
+from tests.connector.engines import (
+    Oracle,
+    answer,
+    bind_cores,
+    cache_of,
+    encode,
+    keys_and_values,
+    save_tiny_model,
+    text,
+    tokens_of,
+)
+
+NOISE = 1e-3
+PIECES = [tokens_of(seed, count) for seed, count in enumerate([40, 33, 70, 20])]
+TAIL = tokens_of(99, 21)
+ORDER = [3, 0, 2]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("architectures")
+
+
+def settings_of(case: Case, path: Path) -> EngineSettings:
+    return EngineSettings(
+        path,
+        chunk_budget_bytes=64 << 20,
+        kv_cache_bytes=64 << 20,
+        block_tokens=32,
+        max_seqs=16,
+        dtype="float32",
+        **case.engine,
+    )
+
+
+@pytest.fixture
+async def served(case: Case, models: Path, language_model: Path) -> AsyncIterator[tuple[MemoryEngine, Path]]:
+    path = save_tiny_model(case.config(), language_model, models / re.sub(r"\W+", "-", case.name), torch.float32)
+    with bind_cores(case.engine.get("tensor_parallel", 1)):
+        engine = await MemoryEngine.start(settings_of(case, path))
+    yield engine, path
+    engine.shutdown()
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.refused is None], ids=lambda case: case.name)
+async def test_memory_in_place_and_moved_is_exact(case: Case, served: tuple[MemoryEngine, Path]) -> None:
+    engine, path = served
+    encoded = await encode(engine, PIECES, "owner")
+    load = tuple((range_.id, range_.tokens) for range_ in encoded.ranges)
+    in_place = await answer(engine, PromptPlan(encoded.prompt + TAIL, load, memory_salt("owner", load)))
+    assert in_place.injected_tokens == len(encoded.prompt)
+    assert in_place.differs_from(await text(engine, encoded.prompt + TAIL, None)) < NOISE
+
+    load = tuple(load[index] for index in ORDER)
+    front = tuple(token for index in ORDER for token in encoded.tokens(index))
+    moved = await answer(engine, PromptPlan(front + TAIL, load, memory_salt("owner", load)))
+    assert moved.injected_tokens == len(front)
+    if not case.same_in_transformers:
+        return
+    oracle, pieces, place = Oracle(path), [], 0
+    for index in ORDER:
+        range_ = encoded.ranges[index]
+        shifted = keys_and_values(oracle.cache(encoded.prompt, first_position=place - range_.start))
+        pieces.append(shifted[:, :, range_.start : range_.start + range_.tokens])
+        place += range_.tokens
+    tokens, logprobs = oracle.continue_from(cache_of(torch.cat(pieces, dim=2)), TAIL, 8)
+    assert list(moved.token_ids) == tokens
+    assert max(abs(a - b) for a, b in zip(moved.logprobs, logprobs, strict=True)) < NOISE
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.refused is not None], ids=lambda case: case.name)
+async def test_what_cannot_be_served_exactly_is_refused_with_the_reason(
+    case: Case, models: Path, language_model: Path
+) -> None:
+    path = save_tiny_model(case.config(), language_model, models / re.sub(r"\W+", "-", case.name), torch.float32)
+    assert case.refused is not None
+    with pytest.raises(StartupError, match=case.refused):
+        await MemoryEngine.start(settings_of(case, path))
+
+
+def test_the_readme_has_this_table() -> None:
+    assert table() in (Path(__file__).parents[2] / "README.md").read_text()
