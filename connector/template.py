@@ -4,7 +4,7 @@ The model's own chat template is rendered once with a marker where the facts bel
 behind a preamble) and cut there: what stands before is the head, what stands behind the tail. Facts are tokenised on
 their own, one line each, with control tokens switched off, so that a fact can never speak as the system.
 
-Where the caller brings no system message, memory is appended to the one that the template itself puts there, if it does:
+Where the caller brings no system message, memory is appended to the one that the template itself puts there, if any:
 the model's persona must not change with the first fact that is told.
 """
 
@@ -70,7 +70,8 @@ class PromptTemplate:
             first = {"role": role, "content": fallback}
             copied.insert(0, first)
         if in_system:
-            first["content"] = f"{first['content']}{PREAMBLE}".lstrip("\n") + marker
+            preamble = PREAMBLE if first["content"] else PREAMBLE.lstrip()
+            first["content"] = f"{first['content']}{preamble}{marker}"
         else:
             first["content"] = f"{PREAMBLE.lstrip()}{marker}\n{first['content']}"
         head, *rest = self._render(copied).split(marker)

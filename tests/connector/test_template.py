@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from connector.template import DEFAULT_SYSTEM, PREAMBLE, PromptTemplate
+from connector.template import PREAMBLE, PromptTemplate
 from sharding.errors import InvalidRequest, StartupError
 
 CHATML = (
@@ -63,11 +63,20 @@ def test_memory_stands_at_the_end_of_the_system_message_behind_a_preamble(templa
     assert text_of(template, tail) == "<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_a_conversation_without_a_system_message_gets_the_default_one(template: PromptTemplate) -> None:
+def test_memory_is_appended_to_the_system_message_that_the_template_itself_would_put_there(
+    template: PromptTemplate,
+) -> None:
     head, tail = template.split([HELLO])
-    assert text_of(template, head) == f"<|im_start|>system\n{DEFAULT_SYSTEM}{PREAMBLE}"
+    without_memory = text_of(template, template.plain([HELLO]))
+    persona = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+    assert text_of(template, head) == f"<|im_start|>system\n{persona}{PREAMBLE}"
+    assert text_of(template, head + tail).replace(PREAMBLE, "") == without_memory
     assert head == template.default_head()
-    assert "assistant named SmolLM" not in text_of(template, head + tail)
+
+
+def test_where_the_template_has_no_system_message_of_its_own_memory_is_all_of_it(with_template: Any) -> None:
+    head, _ = with_template(CHATML).split([HELLO])
+    assert text_of(with_template(CHATML), head) == f"<|im_start|>system\n{PREAMBLE.lstrip()}"
 
 
 def test_the_head_does_not_depend_on_what_is_asked(template: PromptTemplate) -> None:
