@@ -15,12 +15,12 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModel, AutoTokenizer
 
-BATCH = 32
+BATCH = 8  # so that a question waits behind at most so many facts: some tens of milliseconds on a CPU core
 MAX_TOKENS = 256  # what MiniLM was trained for; longer texts are cut
 
 
 class Embedder:
-    """Runs on one thread of its own, so that the event loop goes on."""
+    """Runs on one thread of its own, a batch at a time, so that the event loop goes on and questions come between."""
 
     def __init__(self, model: Path) -> None:
         self._tokenizer = AutoTokenizer.from_pretrained(model)
@@ -30,19 +30,18 @@ class Embedder:
 
     async def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """Unit vectors, float32 `[len(texts), dim]`."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._embed, list(texts))
+        loop = asyncio.get_running_loop()
+        batches = [list(texts[i : i + BATCH]) for i in range(0, len(texts), BATCH)]
+        parts = [await loop.run_in_executor(self._thread, self._embed_batch, batch) for batch in batches]
+        return np.concatenate(parts) if parts else np.empty((0, self.dim), np.float32)
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _embed(self, texts: list[str]) -> NDArray[np.float32]:
-        with torch.inference_mode():
-            parts = [self._embed_batch(texts[i : i + BATCH]) for i in range(0, len(texts), BATCH)]
-        return np.concatenate(parts) if parts else np.empty((0, self.dim), np.float32)
-
     def _embed_batch(self, texts: list[str]) -> NDArray[np.float32]:
         tokens = self._tokenizer(texts, padding=True, truncation=True, max_length=MAX_TOKENS, return_tensors="pt")
-        hidden = self._model(**tokens).last_hidden_state
+        with torch.inference_mode():
+            hidden = self._model(**tokens).last_hidden_state
         mask = tokens["attention_mask"].unsqueeze(-1)
         pooled = (hidden * mask).sum(1) / mask.sum(1)
         vectors: NDArray[np.float32] = torch.nn.functional.normalize(pooled.float(), dim=-1).numpy()

@@ -1,10 +1,13 @@
 """Turning durable facts into chunks, in the background, at lower priority than chats.
 
-    submit(owner, jobs) ─► queue, each owner once ─► up to ENCODES_AT_ONCE owners at a time, one job each:
+    submit(owner, wishes) ─► queue, each owner once ─► up to ENCODES_AT_ONCE owners at a time, one job each:
                                      reserve bytes ─► drop the evicted ─► prefill with captures ─► commit or abort
 
 Until its chunk is there a fact is served as text. What does not fit the budget stays text, and is tried again when
 the owner is submitted again: with each chat that misses a chunk.
+
+The ledger forgets a chunk at once, the workers when they answer. What they have not confirmed is dropped again with
+every later drop, and nothing is encoded before: a chunk never outlives its fact unnoticed.
 """
 
 from __future__ import annotations
@@ -12,7 +15,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 from connector.chunk import ChunkId, text_salt
 from connector.engine import MemoryEngine
@@ -22,10 +26,22 @@ from sharding.errors import EngineFailed
 
 ENCODES_AT_ONCE = 4
 
-Jobs = Callable[[], Iterable[EncodeJob]]
-"""Asked when the owner's turn comes: what is missing then."""
-
 log = logging.getLogger(__name__)
+
+
+class Wishes(Protocol):
+    """What an owner wants encoded, as it is when asked: `connector.windows.FactChunks`, `heads.Heads`."""
+
+    def ids(self) -> Iterable[ChunkId]:
+        """Every chunk, here or not."""
+
+    def jobs(self, resident: Callable[[ChunkId], bool]) -> Iterator[EncodeJob]:
+        """What to prefill so that all are here."""
+
+
+class _Submission(NamedTuple):
+    wishes: Wishes
+    spare_s: float
 
 
 class Encoder:
@@ -34,25 +50,29 @@ class Encoder:
     def __init__(self, engine: MemoryEngine, ledger: ChunkLedger) -> None:
         self._engine = engine
         self._ledger = ledger
-        self._waiting: dict[str, Jobs] = {}  # by owner, in the order of arrival
-        self._running: dict[str, Jobs] = {}
+        self._waiting: dict[str, _Submission] = {}  # by owner, in the order of arrival
+        self._running: dict[str, _Submission] = {}
         self._changed = asyncio.Condition()
+        self._to_drop: set[ChunkId] = set()  # forgotten here, and perhaps still on a worker
+        self._dropping = asyncio.Lock()
+        self._closed = False
         self._tasks = [asyncio.create_task(self._run()) for _ in range(ENCODES_AT_ONCE)]
 
     def backlog(self) -> int:
         """Chunks that are waited for."""
-        pending = {**self._running, **self._waiting}
-        return sum(len(job.captures) for jobs in pending.values() for job in jobs())
+        pending = {**self._running, **self._waiting}.values()
+        return sum(not self._ledger.peek_resident(id_) for submission in pending for id_ in submission.wishes.ids())
 
-    async def submit(self, owner: str, jobs: Jobs) -> None:
+    async def submit(self, owner: str, wishes: Wishes, *, spare_s: float = 0.0) -> None:
         """Encode what `owner` lacks, soon; replaces what the owner submitted before, but for the job that runs.
 
-        Chunks that the owner no longer wants are forgotten after this, not before: until then the earlier jobs may go
-        on, and a job that runs is told when it ends what was forgotten meanwhile.
+        Nobody who was active within `spare_s` loses chunks to it. Chunks that the owner no longer wants are forgotten
+        after this, not before: until then the earlier jobs may go on, and a job that runs is told when it ends what was
+        forgotten meanwhile.
         """
         if self._engine.refusal is None:
             async with self._changed:
-                self._waiting[owner] = jobs
+                self._waiting[owner] = _Submission(wishes, spare_s)
                 self._changed.notify_all()
 
     def idle(self, owner: str) -> bool:
@@ -65,30 +85,27 @@ class Encoder:
             await self._changed.wait_for(lambda: self.idle(owner))
 
     async def forget(self, ids: Sequence[ChunkId]) -> None:
-        """Drops chunks here and on the workers; when this returns they are gone."""
-        await self._engine.drop(self._ledger.forget(ids))
+        """Drops chunks here and on the workers; when this returns they are gone, and so is all that was forgotten
+        before. Raises `EngineFailed` where the workers did not confirm it."""
+        await self._drop(self._ledger.forget(ids))
 
     def close(self) -> None:
         """Stops encoding; what runs is aborted."""
+        self._closed = True
         for task in self._tasks:
             task.cancel()
 
     async def _run(self) -> None:
-        while True:
+        while not self._closed:  # an engine that fails while a job is aborted hides the cancellation
             async with self._changed:
                 await self._changed.wait_for(lambda: self._next() is not None)
                 owner = self._next()
                 assert owner is not None
-                jobs = self._running[owner] = self._waiting.pop(owner)
+                submission = self._running[owner] = self._waiting.pop(owner)
             try:
-                for job in jobs():
-                    await self._encode(owner, job)
-                    if owner in self._waiting:
-                        break  # the rest may name facts that are deleted by now
+                await self._encode_all(owner, submission)
             except EngineFailed as error:
                 log.error("Encoding stopped: %s", error)  # the health check ends this replica
-            except Exception:  # the loop's edge: one owner's failure must not end encoding for the others
-                log.exception("Encoding failed; these facts stay text until their user changes")
             finally:
                 del self._running[owner]
                 async with self._changed:
@@ -97,19 +114,44 @@ class Encoder:
     def _next(self) -> str | None:
         return next((owner for owner in self._waiting if owner not in self._running), None)
 
-    async def _encode(self, owner: str, job: EncodeJob) -> None:
-        evicted = self._ledger.reserve(owner, [(range_.id, range_.tokens) for range_ in job.captures])
+    async def _encode_all(self, owner: str, submission: _Submission) -> None:
+        for job in submission.wishes.jobs(self._ledger.peek_resident):
+            try:
+                await self._encode(owner, job, submission.spare_s)
+            except EngineFailed:
+                raise
+            except Exception:  # the loop's edge: one job's failure must not end encoding for the others
+                log.exception("Encoding failed; %d chunks stay text", len(job.captures))
+            if owner in self._waiting:
+                return  # the rest may name facts that are deleted by now
+
+    async def _encode(self, owner: str, job: EncodeJob, spare_s: float) -> None:
+        refs = [(range_.id, range_.tokens) for range_ in job.captures]
+        evicted = self._ledger.reserve(owner, refs, spare_s=spare_s)
         if evicted is None:
-            log.info("The chunk budget is used up; %d facts stay text", len(job.captures))
+            log.info("The chunk budget is used up; %d chunks stay text", len(refs))
             return
         ids = [range_.id for range_ in job.captures]
         done: set[ChunkId] = set()
         try:
-            await self._engine.drop(evicted)
+            await self._drop(evicted)
             done = await self._engine.encode(
                 f"encode-{uuid.uuid4().hex}", job.token_ids, job.captures, text_salt(owner)
             )
+        except BaseException:
+            self._to_drop.update(ids)  # nobody said that the workers hold nothing of it
+            raise
         finally:
             unwanted = self._ledger.commit(done)
             self._ledger.abort(ids)
-        await self._engine.drop(unwanted)
+        await self._drop(unwanted)
+
+    async def _drop(self, ids: Iterable[ChunkId]) -> None:
+        self._to_drop.update(ids)
+        async with self._dropping:  # whoever waits here finds the own ids dropped, or drops them
+            due, self._to_drop = self._to_drop, set()
+            try:
+                await self._engine.drop(sorted(due))
+            except BaseException:
+                self._to_drop |= due
+                raise

@@ -28,7 +28,8 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class ChatCall:
-    """One chat completion for a shard. `placement` is None for a caller without identity (then `mode` is "off")."""
+    """One chat completion for a shard. `placement` is None for a caller without identity (then `mode` is "off"), and
+    for a `user` for whom nothing was ever stored."""
 
     request_id: str
     placement: Placement | None
@@ -36,6 +37,12 @@ class ChatCall:
     sampling: Sampling
     mode: Mode = "inject"
     top_k: int = 10
+    user: UserId | None = None
+
+    @property
+    def asker(self) -> UserId | None:
+        """Who asks, placed or not."""
+        return self.placement.user if self.placement is not None else self.user
 
 
 @dataclass(frozen=True, slots=True)

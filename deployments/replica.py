@@ -10,7 +10,7 @@ import logging
 import os
 import time
 from collections.abc import AsyncGenerator, Awaitable
-from contextlib import aclosing, suppress
+from contextlib import AsyncExitStack, aclosing, suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -42,6 +42,8 @@ class ShardReplica:
     Expected errors are returned (by `chat`: yielded) as values: raised, each would write a traceback into the log.
     """
 
+    _running: AsyncExitStack | None = None  # ends what the start began
+
     async def __init__(self, settings: ShardSettings) -> None:  # type: ignore[misc]  # Serve awaits it
         """Starts the engine, proves the model, and appears in the directory. Raises `StartupError`."""
         context = serve.get_replica_context()
@@ -49,13 +51,19 @@ class ShardReplica:
         self._me = ShardId(context.replica_id.unique_id)
         self._started_at = datetime.now(UTC).isoformat(timespec="seconds")
         _bind_cores(settings, context.rank.rank if hasattr(context.rank, "rank") else int(context.rank or 0))
-        self._redis = connect(settings.redis_url)
-        keys = KeySpace(settings.namespace, settings.model)
-        self._directory = Directory(self._redis, keys)
-        self._lease = Lease(settings.heartbeat_ttl_s, settings.redis_grace_s)
-        self._shard = await _build(settings, self._me, self._directory, FactStore(self._redis, keys), self._lease)
-        await self._beat()
-        self._beating = asyncio.create_task(self._keep_beating())
+        async with AsyncExitStack() as undo:
+            redis = connect(settings.redis_url)
+            undo.push_async_callback(redis.aclose)
+            keys = KeySpace(settings.namespace, settings.model)
+            self._directory = Directory(redis, keys)
+            self._lease = Lease(settings.heartbeat_ttl_s, settings.redis_grace_s)
+            self._shard = await _build(settings, self._me, self._directory, FactStore(redis, keys), self._lease)
+            undo.callback(self._shard.close)
+            await self._beat()
+            undo.push_async_callback(self._retire)
+            self._beating = asyncio.create_task(self._keep_beating())
+            undo.callback(self._beating.cancel)
+            self._running = undo.pop_all()
 
     async def chat(self, call: ChatCall) -> AsyncGenerator[ChatEvent | MemshardError, None]:
         """See `Shard.chat`."""
@@ -112,11 +120,12 @@ class ShardReplica:
 
     async def __del__(self) -> None:
         """Called by Serve once requests have drained: leave the directory, end the engine."""
-        self._beating.cancel()
+        if self._running is not None:  # else the start failed, and has undone itself
+            await self._running.aclose()
+
+    async def _retire(self) -> None:
         with suppress(Unavailable):
             await self._directory.retire(self._me)
-        self._shard.close()
-        await self._redis.aclose()
 
     async def _keep_beating(self) -> None:
         while True:
@@ -161,6 +170,6 @@ def _bind_cores(settings: ShardSettings, rank: int) -> None:
 
 
 async def _build(settings: ShardSettings, me: ShardId, directory: Directory, store: FactStore, lease: Lease) -> Shard:
-    from deployments.shard import open_shard
+    from deployments.shard_start import open_shard
 
     return await open_shard(settings, me, directory, store, lease)

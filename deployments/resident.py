@@ -15,10 +15,14 @@ from connector.template import PromptTemplate
 from connector.windows import FactChunks, Line
 from deployments.embedder import Embedder
 from deployments.encoder import Encoder
-from sharding.errors import Unavailable, WrongShard
+from sharding.errors import EngineFailed, Unavailable, WrongShard
 from sharding.facts import FactStore
 from sharding.ids import FactId, UserId
 from sharding.user_memory import UserMemory
+
+SPARE_S = 60.0
+"""Who was active so lately loses no chunks to those that a chat misses: where the budget is too small for everybody who
+is active, some are served as text, instead of each evicting the others with each chat."""
 
 
 class Residents:
@@ -50,8 +54,8 @@ class Residents:
         self._indexing: WeakKeyDictionary[UserMemory, asyncio.Lock] = WeakKeyDictionary()
 
     async def changed(self, memory: UserMemory) -> None:
-        """The facts changed or were just loaded. When this returns, chunks that stand for no fact are gone everywhere
-        on this shard; new ones come in the background."""
+        """The facts changed. When this returns, chunks that stand for no fact are gone everywhere on this shard; new
+        ones come in the background. Raises `EngineFailed` where the workers did not confirm that they are gone."""
         user = memory.placement.user
         lines = self._lines.setdefault(memory, {})
         for fact in memory.facts:
@@ -61,29 +65,36 @@ class Residents:
             del lines[gone]
         chunks = self._chunks.get(memory)
         if chunks is None:
-            chunks = self._chunks[memory] = FactChunks(
-                user, self._model_digest, self._head, window_facts=self._window_facts, room_tokens=self._room_tokens
-            )
+            chunks = self._chunks[memory] = self._no_chunks(user)
         chunks.update([lines[fact.id] for fact in memory.facts])
-        await self._encode_soon(user, chunks)
+        await self._encoder.submit(user, chunks)
         wanted = set(chunks.ids())
         await self._encoder.forget([id_ for id_ in self._ledger.ids_of(user) if id_ not in wanted])
+
+    async def added(self, memory: UserMemory) -> None:
+        """As `changed`, where no fact was deleted: nobody is told that anything is gone, so nothing is waited for."""
+        with suppress(EngineFailed):  # what the workers did not confirm is dropped later, and served no more
+            await self.changed(memory)
 
     async def ready(self, memory: UserMemory) -> FactChunks:
         """The user's chunks, set up on first touch; every fact is in the index when this returns.
 
-        Chunks that are missing (evicted for another user, say) are encoded again in the background.
+        Chunks that are missing (evicted for another user, say) are encoded again in the background, where nobody who is
+        active has to give theirs.
         """
         if memory not in self._chunks:
-            await self.changed(memory)
+            await self.added(memory)
         await self.index(memory)
         chunks, user = self._chunks[memory], memory.placement.user
         if self._encoder.idle(user) and not all(map(self._ledger.peek_resident, chunks.ids())):
-            await self._encode_soon(user, chunks)
+            await self._encoder.submit(user, chunks, spare_s=SPARE_S)
         return chunks
 
-    async def _encode_soon(self, user: UserId, chunks: FactChunks) -> None:
-        await self._encoder.submit(user, lambda: chunks.jobs(self._ledger.peek_resident))
+    async def left(self, user: UserId) -> None:
+        """The user is another shard's now. Raises `EngineFailed` where the workers did not confirm that the chunks are
+        gone; they are dropped later then."""
+        await self._encoder.submit(user, self._no_chunks(user))
+        await self._encoder.forget(self._ledger.ids_of(user))
 
     async def index(self, memory: UserMemory) -> None:
         """Embeds and indexes the facts that are not, once at a time for a user."""
@@ -107,6 +118,11 @@ class Residents:
     def servable(self, piece: Piece) -> Piece:
         """The piece as it can be served now: without its chunk, where that is not here."""
         return piece if self._is_resident(piece) else Piece(piece.token_ids)
+
+    def _no_chunks(self, user: UserId) -> FactChunks:
+        return FactChunks(
+            user, self._model_digest, self._head, window_facts=self._window_facts, room_tokens=self._room_tokens
+        )
 
     def _is_resident(self, piece: Piece) -> bool:
         return piece.chunk is not None and self._ledger.peek_resident(piece.chunk)

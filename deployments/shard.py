@@ -12,20 +12,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
-import torch
-from transformers import AutoTokenizer
 from vllm import SamplingParams
 
-from connector.engine import EngineDelta, EngineSettings, MemoryEngine
-from connector.ledger import ChunkLedger
-from connector.plan import PromptPlan, plan_memory, plan_plain
+from connector.engine import EngineDelta, MemoryEngine
+from connector.ledger import SHARED, ChunkLedger
+from connector.plan import plan_memory
 from connector.template import PromptTemplate
+from deployments.chat_plan import ChatPlan, ChatPlanner
 from deployments.embedder import Embedder
 from deployments.encoder import Encoder
 from deployments.heads import Heads
@@ -46,18 +45,12 @@ from deployments.messages import (
     Sampling,
 )
 from deployments.resident import Residents
-from deployments.settings import ShardSettings
-from sharding.directory import Directory
 from sharding.errors import Busy, EngineFailed, InvalidRequest, NotFound, TooLarge, WrongShard
 from sharding.facts import Fact, FactStore
-from sharding.ids import FactId, Placement, ShardId, UserId
-from sharding.lease import Lease
+from sharding.ids import FactId, Placement, UserId
 from sharding.user_memory import UserMemory, UserTable
 
-DEFAULT_MAX_TOKENS = 256
-
 T = TypeVar("T")
-
 log = logging.getLogger(__name__)
 
 
@@ -88,6 +81,7 @@ class Shard:
         self.template = template
         self.table = table
         self.store = store
+        self.planner = ChatPlanner(engine, template, embedder, heads, residents)
         self.requests_in_flight = 0
         self.counters = {"chats_inject": 0, "chats_prompt": 0, "chats_off": 0, "facts_added": 0}
         self.counters |= {"injected_tokens": 0, "prefix_cached_tokens": 0, "fallbacks": 0}
@@ -121,47 +115,27 @@ class Shard:
         `EngineFailed` at any time.
         """
         with self._admitted():
-            plan, use = await self._plan(call)
-            owner = call.placement.user if call.placement is not None else ""
-            with self.ledger.pinned(owner, [id_ for id_, _ in plan.load]):
-                deltas = self.engine.generate(call.request_id, plan, _sampling(call.sampling, self._max_tokens(call)))
-                async with aclosing(self._events(plan, use, deltas)) as events:
+            plan = await self._plan(call)
+            with self.ledger.pinned(call.asker or SHARED, [id_ for id_, _ in plan.prompt.load]):
+                sampling = _sampling(call.sampling, plan.max_tokens)
+                # Both are closed before the pins end: until it is aborted, a request may still read its chunks.
+                async with (
+                    aclosing(self.engine.generate(call.request_id, plan.prompt, sampling)) as deltas,
+                    aclosing(self._events(plan, deltas)) as events,
+                ):
                     async for event in events:
                         yield event
 
-    async def _plan(self, call: ChatCall) -> tuple[PromptPlan, MemoryUse]:
-        """Retrieval and the prompt's layout, before the engine is asked for anything."""
-        limits = {"max_model_len": self.engine.max_model_len, "max_tokens": self._max_tokens(call)}
-        placement = call.placement
-        if placement is None or call.mode == "off" or call.top_k == 0:
-            owner = placement.user if placement is not None else None
-            plan = plan_plain(self.template.plain(call.messages), owner, **limits)
-            return plan, MemoryUse("off")
-        async with self._use(placement) as memory:
-            chunks = await self.residents.ready(memory)
-            began = time.perf_counter()
-            vector = (await self.embedder.embed([_question(call.messages)]))[0]
-            embedded = time.perf_counter()
-            facts = memory.search(vector, call.top_k)
-            found = time.perf_counter()
-            use = MemoryUse(call.mode, embed_s=embedded - began, search_s=found - embedded)
-            if not facts:
-                return plan_plain(self.template.plain(call.messages), placement.user, **limits), use
-            head, tail = self.template.split(call.messages)
-            plan = plan_memory(
-                self.residents.servable(await self.heads.piece(head)),
-                [self.residents.servable(chunks.piece(fact.id)) for fact in facts],
-                tail,
-                placement.user,
-                inject=call.mode == "inject",
-                **limits,
-            )
-            kept = tuple(fact.id for fact in facts[: plan.kept])
-            return plan, replace(use, fact_ids=kept, memory_tokens=plan.memory_tokens, left_out=plan.left_out)
+    async def _plan(self, call: ChatCall) -> ChatPlan:
+        if call.mode == "off" or call.top_k == 0:
+            return await self.planner.plain(call, MemoryUse("off"))
+        if call.placement is None:
+            return await self.planner.plain(call, MemoryUse(call.mode))
+        async with self._use(call.placement) as memory:
+            return await self.planner.with_memory(call, memory)
 
-    async def _events(
-        self, plan: PromptPlan, use: MemoryUse, deltas: AsyncIterator[EngineDelta]
-    ) -> AsyncGenerator[ChatEvent, None]:
+    async def _events(self, plan: ChatPlan, deltas: AsyncIterator[EngineDelta]) -> AsyncGenerator[ChatEvent, None]:
+        use = plan.use
         self.counters[f"chats_{use.mode}"] += 1
         began = time.perf_counter()
         completion_tokens = 0
@@ -177,7 +151,7 @@ class Shard:
             )
             if not started:
                 started = True
-                yield ChatStarted(len(plan.token_ids), use)
+                yield ChatStarted(len(plan.prompt.token_ids), use)
             if delta.text:
                 yield ChatDelta(delta.text)
             if delta.finish_reason is not None:
@@ -187,10 +161,6 @@ class Shard:
                 if delta.finish_reason not in ("stop", "length"):
                     raise EngineFailed(f"The engine ended this request early ({delta.finish_reason}).")
                 yield ChatFinished("length" if delta.finish_reason == "length" else "stop", completion_tokens, use)
-
-    def _max_tokens(self, call: ChatCall) -> int:
-        asked = call.sampling.max_tokens
-        return asked if asked is not None else min(DEFAULT_MAX_TOKENS, self.engine.max_model_len // 4)
 
     @contextmanager
     def _admitted(self) -> Iterator[None]:
@@ -224,9 +194,9 @@ class Shard:
         async with self._use(call.placement) as memory, memory.write_lock:
             added = await self.store.append(call.placement, call.texts, call.request_id, datetime.now(UTC))
             memory.add(fact for fact, _ in added)
-            await self.residents.changed(memory)
+            await self.residents.added(memory)
             self.counters["facts_added"] += sum(event == "ADD" for _, event in added)
-            self._index_soon(call.placement)
+            self._soon("Indexing is left to the next chat", self._index(call.placement))
             return tuple(AddedFact(self._view(memory, fact), event) for fact, event in added)
 
     async def list_facts(self, call: ListCall) -> FactPage:
@@ -253,11 +223,11 @@ class Shard:
 
     async def _delete_fact(self, call: FactCall) -> None:
         async with self._use(call.placement) as memory, memory.write_lock:
-            known = memory.get(call.fact_id) is not None
-            if not await self.store.delete(call.placement, call.fact_id) and not known:
+            deleted = await self.store.delete(call.placement, call.fact_id)
+            known = memory.remove(call.fact_id)
+            await self.residents.changed(memory)  # also where it is gone already: from the workers perhaps it is not
+            if not deleted and not known:
                 raise _no_fact(call.fact_id)
-            memory.remove(call.fact_id)
-            await self.residents.changed(memory)
 
     async def forget(self, call: ForgetCall) -> int:
         """Deletes all of a user's facts, as `delete_fact` does; how many there were."""
@@ -278,6 +248,8 @@ class Shard:
                 yield memory
         except WrongShard:
             self.table.drop(placement)
+            if placement.user not in self.table:  # may be held under another placement
+                self._soon("Chunks of a user who left are dropped later", self.residents.left(placement.user))
             raise
 
     async def _to_its_end(self, write: Coroutine[Any, Any, T]) -> T:
@@ -287,29 +259,25 @@ class Shard:
         task.add_done_callback(self._background.discard)
         return await asyncio.shield(task)
 
-    def _index_soon(self, placement: Placement) -> None:
-        async def index() -> None:
-            async with self._use(placement) as memory:
-                await self.residents.index(memory)
+    async def _index(self, placement: Placement) -> None:
+        async with self._use(placement) as memory:
+            await self.residents.index(memory)
 
-        task = asyncio.create_task(index())
+    def _soon(self, else_: str, work: Coroutine[Any, Any, None]) -> None:
+        """Work that nobody waits for; `else_` says what its failure means."""
+
+        def done(task: asyncio.Task[None]) -> None:
+            self._background.discard(task)
+            if not task.cancelled() and (error := task.exception()) is not None:
+                log.warning("%s: %s", else_, error)
+
+        task = asyncio.create_task(work)
         self._background.add(task)
-        task.add_done_callback(self._indexed)
-
-    def _indexed(self, task: asyncio.Task[None]) -> None:
-        self._background.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.warning("Indexing is left to the next chat: %s", error)
+        task.add_done_callback(done)
 
     def _view(self, memory: UserMemory, fact: Fact) -> FactView:
         encoded = self.residents.encoded(memory, fact.id)
         return FactView(fact.id, UserId(fact.user), fact.text, fact.created_at, fact.updated_at, encoded)
-
-
-def _question(messages: Iterable[dict[str, str]]) -> str:
-    """What memory is searched for: the last thing that the user said."""
-    users = [message["content"] for message in messages if message["role"] == "user"]
-    return users[-1] if users else ""
 
 
 def _no_fact(fact_id: FactId) -> NotFound:
@@ -329,50 +297,3 @@ def _sampling(sampling: Sampling, max_tokens: int) -> SamplingParams:
         stop=list(sampling.stop),
         **{name: value for name, value in given.items() if value is not None},
     )
-
-
-async def open_shard(
-    settings: ShardSettings, me: ShardId, directory: Directory, store: FactStore, lease: Lease
-) -> Shard:
-    """Starts the engine and puts a shard together around it, warm: the first chat pays for nothing. Raises
-    `StartupError`."""
-    torch.set_num_threads(1)
-    engine = await MemoryEngine.start(
-        EngineSettings(
-            settings.model_path,
-            chunk_budget_bytes=settings.chunk_device_bytes,
-            max_model_len=settings.max_model_len,
-            kv_cache_bytes=settings.kv_cache_bytes,
-            eager=not torch.cuda.is_available(),
-        )
-    )
-    template = PromptTemplate(AutoTokenizer.from_pretrained(settings.model_path))
-    embedder = Embedder(settings.embedding_path)
-    ledger = ChunkLedger(settings.chunk_device_bytes, engine.token_bytes)
-    encoder = Encoder(engine, ledger)
-    heads = Heads(engine.model_digest, encoder, ledger)
-    residents = Residents(
-        store,
-        embedder,
-        encoder,
-        ledger,
-        template,
-        model_digest=engine.model_digest,
-        window_facts=settings.window_facts,
-        room_tokens=engine.max_model_len - 1,
-    )
-    shard = Shard(
-        engine,
-        ledger,
-        encoder,
-        heads,
-        residents,
-        embedder,
-        template,
-        UserTable(me, directory, store, lease, dim=embedder.dim, capacity=settings.resident_users),
-        store,
-        max_requests_in_flight=settings.max_requests_in_flight,
-        max_fact_tokens=settings.max_fact_tokens,
-    )
-    await shard.warm_up()
-    return shard

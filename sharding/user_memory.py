@@ -151,6 +151,10 @@ class UserTable:
     def __len__(self) -> int:
         return len(self._residents)
 
+    def __contains__(self, user: object) -> bool:
+        """Whether the user's memory is resident, under whatever placement."""
+        return user in self._residents
+
     def lease_valid(self) -> bool:
         """Whether this shard's last acknowledged heartbeat still stands, so that nobody can have taken its users."""
         return self.lease.valid()

@@ -29,8 +29,8 @@ class Prefill:
 
 
 class SlowEngine:
-    """`gate` closed makes each `encode` and `drop` wait; `fails_with` makes encodes fail; `loses` names chunks that
-    never become complete."""
+    """`gate` closed makes each `encode` and `drop` wait; `fails_with` makes encodes fail, `drops_fail_with`
+    drops; `loses` names chunks that never become complete."""
 
     model_digest = "model"
     token_bytes = 1
@@ -45,6 +45,7 @@ class SlowEngine:
         self.gate = asyncio.Event()
         self.gate.set()
         self.fails_with: Exception | None = None
+        self.drops_fail_with: Exception | None = None
         self.loses: set[ChunkId] = set()
 
     async def encode(
@@ -69,6 +70,8 @@ class SlowEngine:
 
     async def drop(self, ids: Sequence[ChunkId]) -> None:
         if ids:
+            if self.drops_fail_with is not None:
+                raise self.drops_fail_with
             for id_ in ids:
                 self.chunks.pop(id_, None)
             await self._pass()

@@ -1,4 +1,4 @@
-"""The head of every system prompt becomes one chunk at position 0, shared by all users; only the latest are kept."""
+"""The head of a system prompt that comes again becomes one chunk at position 0, shared by all users."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from slow_engine import SlowEngine, dead
 
 from connector.chunk import chunk_id
 from connector.ledger import SHARED, ChunkLedger
+from connector.plan import Piece
 from deployments.encoder import Encoder
-from deployments.heads import HEADS_KEPT, Heads
+from deployments.heads import HEADS_WAITING, Heads
 
-BUDGET = 10_000
+BUDGET = 800  # a hundred of them for heads
+DEFAULT = (9, 9)
 
 
 @pytest.fixture
@@ -31,87 +33,102 @@ def ledger(engine: SlowEngine) -> Iterator[ChunkLedger]:
 @pytest.fixture
 async def heads(engine: SlowEngine, ledger: ChunkLedger) -> AsyncIterator[Heads]:
     encoder = Encoder(engine, ledger)  # type: ignore[arg-type]
-    yield Heads(engine.model_digest, encoder, ledger)
+    yield Heads(engine.model_digest, encoder, ledger, DEFAULT)
     encoder.close()
+
+
+async def seen_twice(heads: Heads, *token_ids: int) -> Piece:
+    await heads.piece(token_ids)
+    return await heads.piece(token_ids)
+
+
+def resident(ledger: ChunkLedger, piece: Piece) -> bool:
+    return piece.chunk is not None and ledger.peek_resident(piece.chunk)
 
 
 async def test_a_head_is_encoded_once_where_it_is_always_served(
     heads: Heads, engine: SlowEngine, ledger: ChunkLedger
 ) -> None:
-    piece = await heads.piece([1, 2, 3])
+    piece = await seen_twice(heads, 1, 2, 3)
     await heads.encoded()
     assert await heads.piece([1, 2, 3]) == piece
     await heads.encoded()
     assert piece.token_ids == (1, 2, 3)
     assert piece.chunk == chunk_id("model", SHARED, (), (1, 2, 3))
-    assert ledger.peek_resident(piece.chunk)
+    assert resident(ledger, piece)
     [prefill] = engine.prefills
     assert prefill.token_ids == (1, 2, 3)
     assert [(range_.start, range_.tokens) for range_ in prefill.captures] == [(0, 3)]
 
 
-async def test_a_head_seen_for_the_first_time_is_answered_without_waiting_for_its_chunk(
+async def test_a_head_that_never_comes_again_costs_nothing(heads: Heads, engine: SlowEngine) -> None:
+    for minute in range(60):
+        await heads.piece([1, 2, 3, minute])
+    await heads.encoded()
+    assert engine.prefills == []
+
+
+async def test_the_default_head_is_encoded_at_once(heads: Heads, ledger: ChunkLedger) -> None:
+    piece = await heads.piece(DEFAULT)
+    await heads.encoded()
+    assert resident(ledger, piece)
+
+
+async def test_a_head_is_answered_without_waiting_for_its_chunk(
     heads: Heads, engine: SlowEngine, ledger: ChunkLedger
 ) -> None:
     engine.gate.clear()
     async with asyncio.timeout(1):
-        piece = await heads.piece([1, 2, 3])
-    assert piece.chunk is not None
-    assert not ledger.peek_resident(piece.chunk)
+        piece = await seen_twice(heads, 1, 2, 3)
+    assert not resident(ledger, piece)
     engine.gate.set()
     await heads.encoded()
-    assert ledger.peek_resident(piece.chunk)
+    assert resident(ledger, piece)
 
 
-async def test_a_head_whose_encoding_failed_is_tried_when_the_next_new_one_comes(
-    heads: Heads, engine: SlowEngine, ledger: ChunkLedger
+@pytest.mark.parametrize("failure", [dead(), ValueError("no")])
+async def test_a_head_whose_encoding_failed_is_tried_when_it_is_seen_again(
+    heads: Heads, engine: SlowEngine, ledger: ChunkLedger, failure: Exception
 ) -> None:
-    engine.fails_with = dead()
-    first = await heads.piece([1])
+    engine.fails_with = failure
+    piece = await seen_twice(heads, 1)
     await heads.encoded()
     engine.fails_with = None
-    second = await heads.piece([2])
+    await heads.piece([1])
     await heads.encoded()
-    assert all(piece.chunk is not None and ledger.peek_resident(piece.chunk) for piece in (first, second))
+    assert resident(ledger, piece)
 
 
-async def test_the_head_used_longest_ago_is_forgotten_for_one_more(
+async def test_one_head_that_cannot_be_encoded_keeps_no_other_from_it(
     heads: Heads, engine: SlowEngine, ledger: ChunkLedger
 ) -> None:
-    pieces = [await heads.piece([n]) for n in range(HEADS_KEPT)]
-    await heads.piece([0])
-    await heads.piece([HEADS_KEPT])
+    long = await seen_twice(heads, *range(101))  # more than all heads may take
+    short = await seen_twice(heads, 1)
     await heads.encoded()
-    kept = [piece.chunk is not None and ledger.peek_resident(piece.chunk) for piece in pieces]
-    assert kept == [True, False, *[True] * (HEADS_KEPT - 2)]
-    assert len(ledger) == len(engine.chunks) == HEADS_KEPT
+    assert (resident(ledger, long), resident(ledger, short)) == (False, True)
 
 
-async def test_a_head_forgotten_before_its_turn_came_is_not_encoded_after_all(
+async def test_the_head_used_longest_ago_goes_for_one_more_and_comes_back_when_it_is_seen_again(
     heads: Heads, engine: SlowEngine, ledger: ChunkLedger
 ) -> None:
-    engine.gate.clear()
-    for n in range(HEADS_KEPT):
-        await heads.piece([n])
-    await asyncio.sleep(0.01)
-    assert engine.running == 1
-    asking = [asyncio.create_task(heads.piece([n])) for n in range(HEADS_KEPT, HEADS_KEPT + 9)]
-    await asyncio.sleep(0.01)
-    engine.gate.set()
-    await asyncio.gather(*asking)
+    pieces = []
+    for n in range(11):
+        pieces.append(await seen_twice(heads, *[n] * 10))
+        await heads.encoded()
+    assert [resident(ledger, piece) for piece in pieces] == [False, *[True] * 10]
+    await heads.piece([0] * 10)
     await heads.encoded()
-    assert len(ledger) == len(engine.chunks) == HEADS_KEPT
+    assert [resident(ledger, piece) for piece in pieces] == [True, False, *[True] * 9]
+    assert len(ledger) == len(engine.chunks) == 10
 
 
-async def test_a_head_that_is_crowded_out_while_it_is_answered_is_answered_all_the_same(
+async def test_heads_that_come_faster_than_they_are_encoded_do_not_queue_without_bound(
     heads: Heads, engine: SlowEngine
 ) -> None:
     engine.gate.clear()
-    for n in range(HEADS_KEPT):
-        await heads.piece([n])
-    await asyncio.sleep(0.01)
-    asking = [asyncio.create_task(heads.piece([n])) for n in range(HEADS_KEPT, 3 * HEADS_KEPT)]
-    await asyncio.sleep(0.01)  # the first of them waits until the worker has dropped the oldest
+    for n in range(3 * HEADS_WAITING):
+        await seen_twice(heads, n)
+    assert len(list(heads.ids())) == HEADS_WAITING
     engine.gate.set()
-    pieces = await asyncio.gather(*asking)
-    assert [piece.token_ids for piece in pieces] == [(n,) for n in range(HEADS_KEPT, 3 * HEADS_KEPT)]
+    await heads.encoded()
+    assert list(heads.ids()) == []

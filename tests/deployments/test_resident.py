@@ -9,14 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from slow_engine import SlowEngine
+from slow_engine import SlowEngine, dead
 
+from connector.chunk import ChunkId
 from connector.ledger import ChunkLedger
 from connector.plan import Piece
 from connector.template import PromptTemplate
 from deployments.encoder import Encoder
-from deployments.resident import Residents
-from sharding.errors import Unavailable, WrongShard
+from deployments.resident import SPARE_S, Residents
+from sharding.errors import EngineFailed, Unavailable, WrongShard
 from sharding.facts import Fact, text_hash
 from sharding.ids import FactId, Placement, ShardId, UserId
 from sharding.user_memory import UserMemory
@@ -73,7 +74,8 @@ class Home:
 
     def __init__(self, budget: int = BUDGET) -> None:
         self.engine = SlowEngine(budget)
-        self.ledger = ChunkLedger(budget, self.engine.token_bytes)
+        self.now = 0.0
+        self.ledger = ChunkLedger(budget, self.engine.token_bytes, clock=lambda: self.now)
         self.encoder = Encoder(self.engine, self.ledger)  # type: ignore[arg-type]
         self.embedder = LengthEmbedder()
         self.shelf = Shelf()
@@ -238,6 +240,56 @@ async def test_what_the_budget_has_no_room_for_stays_text() -> None:
     assert len(home.engine.chunks) == len(home.encoded())
     home.ledger.check_integrity()
     home.encoder.close()
+
+
+async def test_what_was_evicted_is_encoded_again_for_a_chat_but_nobody_active_gives_chunks_for_it() -> None:
+    """Else two users who do not fit together encode each other's chunks away with each chat."""
+    home = Home(budget=20)
+    await home.tell(0, 1)
+    await home.settled()
+    other = ChunkId("other")
+    home.now = 10.0
+    await home.encoder.forget(home.ledger.reserve("bob", [(other, 18)]) or [])
+    for id_ in list(home.engine.chunks):
+        del home.engine.chunks[id_]
+    home.ledger.commit([other])
+    prefills = len(home.engine.prefills)
+    home.now = 10.0 + SPARE_S - 1
+    await home.residents.ready(home.memory)
+    await home.settled()
+    assert (home.encoded(), len(home.engine.prefills)) == (set(), prefills)
+    home.now = 10.0 + SPARE_S
+    await home.residents.ready(home.memory)
+    await home.settled()
+    assert home.encoded() == {0, 1}
+    home.encoder.close()
+
+
+async def test_a_user_who_left_leaves_no_chunk_behind_not_even_one_being_encoded(home: Home) -> None:
+    home.engine.gate.clear()
+    await home.tell(*range(6))
+    await asyncio.sleep(0.01)
+    leaving = asyncio.create_task(home.residents.left(PLACEMENT.user))
+    await asyncio.sleep(0.01)
+    home.engine.gate.set()
+    await leaving
+    await home.settled()
+    assert home.engine.chunks == {}
+    assert home.ledger.bytes == 0
+
+
+async def test_workers_that_do_not_answer_fail_a_deletion_and_nothing_else(home: Home) -> None:
+    await home.tell(0, 1)
+    await home.settled()
+    home.engine.drops_fail_with = dead()
+    assert home.memory.remove(fact(0).id)
+    for _ in range(2):
+        with pytest.raises(EngineFailed):
+            await home.residents.changed(home.memory)
+    home.memory.add([fact(2)])
+    await home.residents.added(home.memory)
+    home.memory = UserMemory(PLACEMENT, DIM, [fact(1), fact(2)])
+    await home.residents.ready(home.memory)
 
 
 # -- embeddings -------------------------------------------------------------------------------------------------------
