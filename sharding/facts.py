@@ -3,7 +3,8 @@
 Every write carries the caller's placement and is fenced inside its Lua script: a shard that lost the user gets
 `WrongShard` and has changed nothing. What a process holds of these facts is `user_memory.py`'s.
 
-Repeating a call whose answer was lost gives the same result, except `delete`, which then finds nothing.
+Repeating a call whose answer was lost gives the same result, except `delete`, which then finds nothing. An `append` of
+the same `turn_id` is the same call, whichever shard repeats it.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class FactStore:
     ) -> list[tuple[Fact, AddEvent]]:
         """Store the texts of one turn, all or none; for each, in order, the fact that stands and whether it is new.
 
-        A text that the user has already, or that came earlier in `texts`, gives "NONE" and the older fact.
+        `turn_id` names this call and no other. A text that the user has already, or that came earlier in `texts`, gives "NONE" and the older fact.
         `now` is timezone-aware. When this returns, the facts are as durable as Redis makes them.
         """
         user = placement.user

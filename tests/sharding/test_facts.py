@@ -164,6 +164,16 @@ async def test_an_append_repeated_after_a_lost_answer_still_says_that_it_added(
     assert len(await store.load(ALICE)) == 2
 
 
+async def test_an_append_that_another_shard_repeats_says_what_the_first_one_did(
+    store: FactStore, directory: Directory, placement: Placement
+) -> None:
+    await store.append(placement, ["known"], "earlier", NOW)
+    first = await store.append(placement, ["a", "known", "a"], "t", NOW)
+    moved = await directory.claim(ALICE, ELSEWHERE, placement)
+    assert await store.append(moved, ["a", "known", "a"], "t", NOW) == first
+    assert [event for _, event in first] == ["ADD", "NONE", "NONE"]
+
+
 @pytest.mark.parametrize("text", ["🙂 用户", '"quoted" \\ {json}', "a\0b", "x" * 100_000])
 async def test_any_text_comes_back_as_it_was_told(store: FactStore, placement: Placement, text: str) -> None:
     await told(store, placement, text)
