@@ -1,7 +1,8 @@
 """The routes under /v1/memories: store, list, read and delete one user's facts, in the shapes that mem0 gave them.
 
 Every path works with and without a trailing slash, and none redirects. A request without `user_id` is refused:
-nothing here ever concerns more than one user. `infer` must not be true, facts are stored as they are sent.
+nothing here ever concerns more than one user. A user for whom nothing was ever stored is not found; one whose facts
+were all deleted has an empty page. `infer` must not be true, facts are stored as they are sent.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ def memory_routes(shards: Shards, calls: OwnerCalls, settings: GatewaySettings) 
         body = parse_body(AddRequest, await request.body())
         body.refuse_unsupported()
         user, texts, id = as_user_id(body.user_id, "user_id"), body.texts(settings), _call_id()
-        added = await calls.call(user, lambda p, left_s: shards.add(p.shard, AddCall(id, p, texts), left_s))
+        added = await calls.add(user, lambda p, left_s: shards.add(p.shard, AddCall(id, p, texts), left_s))
         return {"results": [{**fact_object(one.fact), "event": one.event} for one in added]}
 
     @routes.get("/v1/memories")
@@ -139,7 +140,7 @@ def memory_routes(shards: Shards, calls: OwnerCalls, settings: GatewaySettings) 
     @routes.delete("/v1/memories/{fact_id:path}")
     async def delete_fact(fact_id: str, request: Request) -> JSONObject:
         user, fact, id = query_user_id(request), _fact_id(fact_id), _call_id()
-        await calls.call(user, lambda p, left_s: shards.delete_fact(p.shard, FactCall(id, p, fact), left_s))
+        await calls.delete(user, lambda p, left_s: shards.delete_fact(p.shard, FactCall(id, p, fact), left_s))
         return {"message": "Memory deleted successfully!"}
 
     return routes

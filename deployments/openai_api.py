@@ -84,7 +84,11 @@ class MemoryOptions(BaseModel):
 
 
 class ChatRequest(BaseModel):
-    """The body of POST /v1/chat/completions. What it does not name ends in `model_extra`."""
+    """The body of POST /v1/chat/completions. What it does not name ends in `model_extra`.
+
+    Where neither `max_tokens` nor `max_completion_tokens` is given, an answer has at most 256 tokens, and fewer where
+    the messages leave less of the context (`chat_plan.py`).
+    """
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
@@ -155,6 +159,7 @@ class ChatRequest(BaseModel):
             sampling=sampling,
             mode="off" if user is None else memory.mode or "inject",
             top_k=top_k,
+            user=user,
         )
 
 

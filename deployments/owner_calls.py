@@ -1,9 +1,13 @@
 """Calls to the shard that owns a user, with the one retry that makes stale placements invisible to clients.
 
 `WrongShard` and `ShardGone` mean "not there": before a chat's first event, and for every other call (all of them
-may be repeated: adding a fact twice is one fact), the directory is asked again and the call is sent once more.
+may be repeated: adding a fact twice is one fact, and answered as the first time), the directory is asked again and the
+call is sent once more.
 After the first token nothing is retried. A second failure is `Unavailable`, with one exception: a shard that first
 could not be reached and by then is known to be dead, whose user another shard can claim.
+
+Only `add` makes a user: every other call for one whom nobody has stored anything for is `NotFound`, and a chat is
+answered by any shard, without memory.
 """
 
 from __future__ import annotations
@@ -17,12 +21,13 @@ from typing import TypeVar
 from deployments.messages import ChatCall, ChatEvent
 from deployments.owners import Owners
 from deployments.shard_client import Shards
-from sharding.errors import DeadlineExceeded, ShardGone, Unavailable, WrongShard
+from sharding.errors import DeadlineExceeded, NotFound, ShardGone, Unavailable, WrongShard
 from sharding.ids import Placement, UserId
 
 T = TypeVar("T")
 
 Misplaced = WrongShard | ShardGone
+Hop = Callable[[Placement, float], Awaitable[T]]
 
 
 class OwnerCalls:
@@ -33,12 +38,43 @@ class OwnerCalls:
         self._owners = owners
         self._deadline_s = deadline_s
 
-    async def call(self, user: UserId, hop: Callable[[Placement, float], Awaitable[T]]) -> T:
-        """`hop(placement, deadline_s)` sends one call to `placement.shard` and returns its answer."""
+    async def add(self, user: UserId, hop: Hop[T]) -> T:
+        """`hop(placement, deadline_s)` sends one call to `placement.shard` and returns its answer; a user who has no
+        shard yet gets one."""
+        return await self._send(self._owners.owner, user, hop)
+
+    async def call(self, user: UserId, hop: Hop[T]) -> T:
+        """As `add`, for a user who is there already. Raises NotFound."""
+
+        async def placed(user: UserId) -> Placement:
+            if (placement := await self._owners.placed(user)) is None:
+                raise NotFound("There is no such user: nothing was ever stored under this id.", field="user_id")
+            return placement
+
+        return await self._send(placed, user, hop)
+
+    async def delete(self, user: UserId, hop: Hop[None]) -> None:
+        """As `call`. Where the answer to a first attempt was lost, what the second does not find was deleted by it."""
+        lost = False
+
+        async def attempt(placement: Placement, deadline_s: float) -> None:
+            nonlocal lost
+            try:
+                await hop(placement, deadline_s)
+            except ShardGone:
+                lost = True
+                raise
+            except NotFound:
+                if not lost:
+                    raise
+
+        await self.call(user, attempt)
+
+    async def _send(self, place: Callable[[UserId], Awaitable[Placement]], user: UserId, hop: Hop[T]) -> T:
         left_s = self._countdown()
         failures: list[Misplaced] = []
         while _may_try(failures):
-            placement = await self._owners.owner(user)
+            placement = await place(user)
             try:
                 return await hop(placement, left_s())
             except (WrongShard, ShardGone) as error:
@@ -47,12 +83,12 @@ class OwnerCalls:
         raise _unavailable() from failures[-1]
 
     async def chat(self, user: UserId | None, call: ChatCall) -> AsyncGenerator[ChatEvent, None]:
-        """The events of `call`, whose placement is filled in here; None for a caller without identity."""
+        """The events of `call`, whose placement is filled in here: None for a caller without identity or memory."""
         left_s = self._countdown()
         failures: list[Misplaced] = []
         while _may_try(failures):
-            placement = await self._owners.owner(user) if user is not None else None
-            shard = placement.shard if placement is not None else await self._owners.any_shard()
+            placement = await self._owners.placed(user) if user is not None else None
+            shard = placement.shard if placement is not None else await self._owners.any_shard(user)
             started = False
             try:
                 events = self._shards.chat(shard, replace(call, placement=placement), left_s())

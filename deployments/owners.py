@@ -1,8 +1,10 @@
-"""Which shard a request goes to: the user's owner, or any shard for a caller without identity.
+"""Which shard a request goes to: the user's owner, or any shard for a caller without memory.
 
     a placement in the cache                 -> that; no round trip, also while Redis is away
     a placement in the directory, owner alive -> that, and into the cache
-    none, or its owner is gone               -> the policy picks a live shard, the directory decides who wins
+    a placement whose owner is gone          -> the policy picks a live shard, the directory decides who wins
+    none                                     -> the same, but only to store something: whoever asks for ids that do not
+                                                exist must not fill Redis
 
 A cached placement may be stale; the shard finds that out (`WrongShard`) and `owner_calls.py` asks again here. What
 "gone" means: no heartbeat in Redis, or Ray said for certain that the replica ended (`ShardGone`, `certain=True`),
@@ -17,6 +19,7 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from typing import Protocol
+from zlib import crc32
 
 from sharding.directory import PlacementCache
 from sharding.errors import RetryableError, ShardGone, Unavailable
@@ -66,20 +69,32 @@ class Owners:
         self._turn = itertools.count()
 
     async def owner(self, user: UserId) -> Placement:
-        """The placement to send this user's request to. Raises Unavailable."""
+        """The placement to send this user's request to; one who has none gets one. Raises Unavailable."""
+        return await self.placed(user) or await self._claim(user, None)
+
+    async def placed(self, user: UserId) -> Placement | None:
+        """As `owner`, but None for a user for whom nothing was ever stored. Raises Unavailable."""
         cached = self._cache.get(user)
         if cached is not None and cached.shard not in self._gone:
             return cached
         placement = await self._directory.lookup(user)
-        if placement is None or not await self._is_alive(placement.shard):
-            target = self._policy.choose((await self.live()).values())
-            placement = await self._directory.claim(user, target, placement)
-            self._count_user(placement.shard)
+        if placement is None:
+            return None
+        if not await self._is_alive(placement.shard):
+            return await self._claim(user, placement)
         self._cache.put(placement)
         return placement
 
-    async def any_shard(self) -> ShardId:
-        """A ready shard, in turns, for a caller without memory. Raises Unavailable.
+    async def _claim(self, user: UserId, expected: Placement | None) -> Placement:
+        target = self._policy.choose((await self.live()).values())
+        placement = await self._directory.claim(user, target, expected)
+        self._count_user(placement.shard)
+        self._cache.put(placement)
+        return placement
+
+    async def any_shard(self, user: UserId | None) -> ShardId:
+        """A ready shard for a caller without memory: in turns, or the same one for the same user, whose conversation
+        vLLM's prefix cache may hold there. Raises Unavailable.
 
         While Redis is away, the shards that it named last are used.
         """
@@ -90,7 +105,8 @@ class Owners:
         ready = sorted(shard for shard, report in reports.items() if report.ready)
         if not ready:
             raise Unavailable("No shard is ready to answer; retry when one has started.", retry_after_s=2.0)
-        return ready[next(self._turn) % len(ready)]
+        turn = next(self._turn) if user is None else crc32(user.encode(errors="surrogatepass"))
+        return ready[turn % len(ready)]
 
     async def live(self, newest: bool = False) -> dict[ShardId, ShardReport]:
         """The live shards' last reports, at most `reports_ttl_s` old; `newest` asks Redis now. Raises Unavailable."""

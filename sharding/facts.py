@@ -77,7 +77,8 @@ class FactStore:
     ) -> list[tuple[Fact, AddEvent]]:
         """Store the texts of one turn, all or none; for each, in order, the fact that stands and whether it is new.
 
-        `turn_id` names this call and no other. A text that the user has already, or that came earlier in `texts`, gives "NONE" and the older fact.
+        A text that the user has already, or that came earlier in `texts`, gives "NONE" and the older fact.
+        `turn_id` names this call and no other.
         `now` is timezone-aware. When this returns, the facts are as durable as Redis makes them.
         """
         user = placement.user

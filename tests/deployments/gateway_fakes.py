@@ -193,5 +193,10 @@ class Cluster:
             GatewaySettings(model=MODEL, expected_shards=2, **settings),  # type: ignore[arg-type]
         )
 
+    def place(self, user: str) -> FakeShard:
+        """As if the user had stored something once."""
+        self.directory.placements[UserId(user)] = Placement(UserId(user), ShardId("shard-a"), 1)
+        return self.shards.of(user)
+
     def other_than(self, shard: FakeShard) -> FakeShard:
         return next(other for other in self.shards.by_id.values() if other is not shard)

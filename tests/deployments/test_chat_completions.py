@@ -78,6 +78,7 @@ async def test_every_sampling_field_reaches_the_shard(client: httpx.AsyncClient,
         "presence_penalty": -1,
         "frequency_penalty": 1.5,
     }
+    cluster.place("ada")
     await client.post(CHAT, json={**HELLO, **sampling, "max_tokens": 1, "max_completion_tokens": 9, "user": "ada"})
     sent = cluster.shards.of("ada").chats[0].sampling
     assert (sent.temperature, sent.top_p, sent.stop, sent.seed) == (0, 0.5, ("end",), 7)
@@ -89,6 +90,7 @@ async def test_text_parts_are_joined_and_the_developer_speaks_as_system(
 ) -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     messages = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts}]
+    cluster.place("ada")
     await client.post(CHAT, json={"model": MODEL, "messages": messages, "user_id": "ada"})
     assert cluster.shards.of("ada").chats[0].messages == (
         {"role": "system", "content": "Be brief."},
@@ -109,8 +111,9 @@ async def test_text_parts_are_joined_and_the_developer_speaks_as_system(
 async def test_the_caller_is_the_first_identity_in_order(
     client: httpx.AsyncClient, cluster: Cluster, body: dict[str, str], headers: dict[str, Any], expected: str
 ) -> None:
+    shard = cluster.place(expected)
     assert (await client.post(CHAT, json={**HELLO, **body}, headers=headers)).status_code == 200
-    assert list(cluster.directory.placements) == [expected]
+    assert [chat.asker for chat in shard.chats] == [expected]
 
 
 async def test_a_caller_without_identity_is_answered_without_memory(
@@ -122,10 +125,22 @@ async def test_a_caller_without_identity_is_answered_without_memory(
     assert [len(shard.chats) for shard in cluster.shards.by_id.values()] == [2, 2], "the shards take turns"
 
 
+async def test_a_user_for_whom_nothing_was_ever_stored_is_answered_by_the_same_shard_and_leaves_no_trace(
+    client: httpx.AsyncClient, cluster: Cluster
+) -> None:
+    for user in ["ada"] * 3 + [f"scanned-{n}" for n in range(20)]:
+        assert (await client.post(CHAT, json={**HELLO, "user_id": user})).status_code == 200
+    assert cluster.directory.placements == {}
+    answered = [[chat.asker for chat in shard.chats] for shard in cluster.shards.by_id.values()]
+    assert sorted(chats.count("ada") for chats in answered) == [0, 3]
+    assert all(answered), "users are spread over the shards"
+
+
 @pytest.mark.parametrize("mode", ["inject", "prompt", "off"])
 async def test_the_memory_object_sets_mode_and_number_of_facts(
     client: httpx.AsyncClient, cluster: Cluster, mode: str
 ) -> None:
+    cluster.place("ada")
     body = {**HELLO, "user_id": "ada", "memory": {"mode": mode, "top_k": 3}}
     assert (await client.post(CHAT, json=body)).json()["memory"]["mode"] == mode
     assert cluster.shards.of("ada").chats[0].top_k == 3
@@ -191,5 +206,6 @@ async def test_the_models_are_listed_by_the_name_that_is_served(client: httpx.As
 async def test_an_answer_that_ends_well_is_never_aborted(
     client: httpx.AsyncClient, cluster: Cluster, stream: bool
 ) -> None:
+    cluster.place("ada")
     assert (await client.post(CHAT, json={**HELLO, "user_id": "ada", "stream": stream})).status_code == 200
     assert not cluster.shards.of("ada").aborted.is_set()

@@ -15,9 +15,8 @@ SECRET = "my secret is 12345"
 HELLO = {"model": MODEL, "user_id": "ada", "messages": [{"role": "user", "content": SECRET}]}
 
 
-async def owner(client: httpx.AsyncClient, cluster: Cluster) -> FakeShard:
-    await client.get("/v1/memories?user_id=ada")
-    return cluster.shards.of("ada")
+def owner(cluster: Cluster) -> FakeShard:
+    return cluster.shards.of("ada") if "ada" in cluster.directory.placements else cluster.place("ada")
 
 
 async def test_every_response_has_a_request_id_and_a_given_one_is_kept(client: httpx.AsyncClient) -> None:
@@ -30,7 +29,7 @@ async def test_every_response_has_a_request_id_and_a_given_one_is_kept(client: h
 async def test_an_unforeseen_error_is_a_500_that_says_only_where_to_look(
     client: httpx.AsyncClient, cluster: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (await owner(client, cluster)).break_with = RuntimeError("wires crossed")
+    owner(cluster).break_with = RuntimeError("wires crossed")
     response = await client.post(CHAT, json=HELLO)
     assert response.status_code == 500
     assert response.json()["error"]["code"] == "internal_error"
@@ -47,7 +46,7 @@ async def test_logs_never_carry_what_people_say(
     await client.post("/v1/memories", json={"user_id": "ada", "messages": SECRET})
     await client.post(CHAT, json=HELLO)
     await client.post(CHAT, json={**HELLO, "temperature": SECRET})
-    (await owner(client, cluster)).break_with = RuntimeError("wires crossed")
+    owner(cluster).break_with = RuntimeError("wires crossed")
     await client.post(CHAT, json=HELLO)
     await client.post(CHAT, json={**HELLO, "stream": True})
     assert "wires crossed" in caplog.text
@@ -60,7 +59,7 @@ async def test_a_client_that_hangs_up_ends_the_shards_work(
     server_url: str, cluster: Cluster, stream: bool, before_first_token: bool
 ) -> None:
     async with httpx.AsyncClient(base_url=server_url) as http:
-        shard = await owner(http, cluster)
+        shard = owner(cluster)
         shard.stall, shard.stall_before_start = True, before_first_token
         with pytest.raises(httpx.ReadTimeout):
             await http.post(CHAT, json={**HELLO, "stream": stream}, timeout=0.3)

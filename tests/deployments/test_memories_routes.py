@@ -98,3 +98,21 @@ async def test_a_user_stays_with_one_shard(client: httpx.AsyncClient, cluster: C
         await client.get("/v1/memories", params={"user_id": "ada"})
     assert cluster.directory.placements["ada"].epoch == 1
     assert cluster.other_than(cluster.shards.of("ada")).facts == {}
+
+
+@pytest.mark.parametrize("method", ["GET", "DELETE"])
+@pytest.mark.parametrize("path", ["/v1/memories", "/v1/memories/some-id"])
+async def test_a_user_for_whom_nothing_was_ever_stored_is_not_found_and_not_made(
+    client: httpx.AsyncClient, cluster: Cluster, method: str, path: str
+) -> None:
+    response = await client.request(method, f"{path}?user_id=nobody")
+    assert response.status_code == 404
+    assert response.json()["error"]["message"] == "There is no such user: nothing was ever stored under this id."
+    assert cluster.directory.placements == {}
+
+
+async def test_a_user_whose_facts_were_all_deleted_is_there_with_an_empty_page(client: httpx.AsyncClient) -> None:
+    await add(client, "ada", "I like tea.")
+    await client.delete("/v1/memories?user_id=ada")
+    response = await client.get("/v1/memories?user_id=ada")
+    assert (response.status_code, response.json()["results"]) == (200, [])

@@ -30,11 +30,14 @@ async def ask(client: httpx.AsyncClient, **how: Any) -> httpx.Response:
 
 
 async def owner_after_a_chat(client: httpx.AsyncClient, cluster: Cluster) -> FakeShard:
+    if ADA not in cluster.directory.placements:
+        cluster.place(ADA)
     assert (await ask(client)).status_code == 200
     return cluster.shards.of(ADA)
 
 
 async def test_a_placed_user_costs_no_redis_round_trip(client: httpx.AsyncClient, cluster: Cluster) -> None:
+    cluster.place(ADA)
     await ask(client)
     calls = cluster.directory.calls
     await ask(client)
@@ -62,6 +65,7 @@ async def test_a_shard_known_dead_is_left_before_its_heartbeat_runs_out(
     client: httpx.AsyncClient, cluster: Cluster
 ) -> None:
     owner = await owner_after_a_chat(client, cluster)
+    cluster.place("bob")
     cluster.shards.kill(owner.id, heartbeat_remains=True)
     assert [(await ask(client, user=user)).status_code for user in ("ada", "bob", "eve", None, None)] == [200] * 5
     assert {placement.shard for placement in cluster.directory.placements.values()} == {cluster.other_than(owner).id}
@@ -110,6 +114,7 @@ async def test_a_shard_lost_in_the_middle_of_an_answer_is_an_error_and_not_a_sec
 async def test_placed_users_and_strangers_are_served_while_redis_is_away(
     client: httpx.AsyncClient, cluster: Cluster
 ) -> None:
+    cluster.place(ADA)
     await ask(client)
     cluster.directory.away = True
     assert (await ask(client)).status_code == 200
@@ -146,10 +151,39 @@ async def test_reports_are_read_once_per_second_and_so_are_failures(cluster: Clu
         with pytest.raises(Unavailable):
             await owners.live()
     assert cluster.directory.calls == 2
-    assert await owners.any_shard() in cluster.shards.by_id, "the shards that were named last"
+    assert await owners.any_shard(None) in cluster.shards.by_id, "the shards that were named last"
 
 
 async def test_the_deadline_covers_the_retry(cluster: Cluster) -> None:
     calls = OwnerCalls(cluster.shards, cluster.gateway.owners, deadline_s=0.0)
     with pytest.raises(DeadlineExceeded):
-        await calls.call(ADA, lambda p, left_s: cluster.shards.add(p.shard, AddCall("r", p, ("x",)), left_s))
+        await calls.add(ADA, lambda p, left_s: cluster.shards.add(p.shard, AddCall("r", p, ("x",)), left_s))
+
+
+# -- what a lost answer was ------------------------------------------------------------------------------------------
+
+
+async def stored(client: httpx.AsyncClient, cluster: Cluster) -> tuple[str, FakeShard]:
+    """The path of a fact of Ada's, and the shard that owns her."""
+    body = {"user_id": ADA, "messages": "I like tea."}
+    [fact] = (await client.post("/v1/memories", json=body)).json()["results"]
+    return f"/v1/memories/{fact['id']}?user_id=ada", cluster.shards.of(ADA)
+
+
+async def test_a_deletion_whose_answer_was_lost_is_done_when_it_is_repeated(
+    client: httpx.AsyncClient, cluster: Cluster
+) -> None:
+    fact, owner = await stored(client, cluster)
+    owner.refuse_with = ShardGone("Died after it deleted.", certain=False)
+    owner.then = lambda: cluster.shards.kill(owner.id)
+    assert (await client.delete(fact)).status_code == 200
+    assert (await client.delete(fact)).status_code == 404
+
+
+async def test_a_deletion_that_only_went_to_the_wrong_shard_finds_nothing_where_nothing_is(
+    client: httpx.AsyncClient, cluster: Cluster
+) -> None:
+    await stored(client, cluster)
+    await client.get("/v1/memories?user_id=ada")
+    cluster.directory.placements[ADA] = Placement(ADA, ShardId("shard-b"), 2)
+    assert (await client.delete("/v1/memories/none?user_id=ada")).status_code == 404
