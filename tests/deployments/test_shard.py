@@ -1,0 +1,119 @@
+"""A shard's calls, with the real planner, residents and ledger behind them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+import pytest
+from resident_home import PLACEMENT, Home
+from slow_engine import dead
+
+from connector.chunk import ChunkId
+from connector.engine import EngineDelta
+from connector.plan import PromptPlan
+from deployments.heads import Heads
+from deployments.messages import ChatCall, ChatStarted, FactCall, Sampling
+from deployments.shard import Shard
+from sharding.errors import EngineFailed, NotFound, WrongShard
+from sharding.ids import FactId, Placement
+from sharding.user_memory import UserMemory
+
+HELLO = ({"role": "user", "content": "What is fact 1?"},)
+
+
+class OneUser:
+    """The table and the store of a shard with one user, who may turn out to be another shard's."""
+
+    def __init__(self, memory: UserMemory) -> None:
+        self.memory = memory
+        self.owned = True
+
+    def __contains__(self, user: object) -> bool:
+        return self.owned
+
+    def drop(self, placement: Placement) -> None: ...
+
+    @asynccontextmanager
+    async def use(self, placement: Placement) -> AsyncIterator[UserMemory]:
+        if not self.owned:
+            raise WrongShard("moved")
+        yield self.memory
+
+    async def delete(self, placement: Placement, fact_id: FactId) -> bool:
+        return fact_id in self.memory
+
+
+class House:
+    """A shard around a `Home`, and what its engine was seen to do."""
+
+    def __init__(self) -> None:
+        self.home = home = Home()
+        self.table = OneUser(home.memory)
+        self.pinned_at_abort: bool | None = None
+        engine: Any = home.engine
+        engine.max_model_len, engine.generate = 1_000, self.generate
+        heads = Heads("model", home.encoder, home.ledger, home.template.default_head())
+        parts: Any = (engine, home.ledger, home.encoder, heads, home.residents, home.embedder, home.template)
+        self.shard = Shard(*parts, self.table, self.table, max_requests_in_flight=1, max_fact_tokens=99)  # type: ignore[arg-type]
+
+    async def generate(self, request_id: str, plan: PromptPlan, sampling: Any) -> AsyncGenerator[EngineDelta, None]:
+        try:
+            while True:
+                yield EngineDelta((1,), "a", None, 0, 0, None)
+        finally:
+            await asyncio.sleep(0)
+            everything = self.home.ledger.budget_bytes
+            self.pinned_at_abort = self.home.ledger.reserve("bob", [(ChunkId("bob"), everything - 1)]) is None
+
+
+@pytest.fixture
+async def house() -> AsyncIterator[House]:
+    house = House()
+    await house.home.tell(0, 1, 2)
+    await house.home.settled()
+    yield house
+    house.shard.encoder.close()
+    house.home.ledger.check_integrity()
+
+
+async def until_background_is_done(house: House) -> None:
+    async with asyncio.timeout(5):
+        while house.shard._background:  # noqa: ASYNC110  # nobody waits for it, so it tells nobody
+            await asyncio.sleep(0)
+
+
+async def test_a_chat_that_is_closed_is_aborted_before_its_chunks_may_be_evicted(house: House) -> None:
+    await house.shard.heads.piece(house.home.template.default_head())
+    await house.shard.heads.encoded()
+    async with aclosing(house.shard.chat(ChatCall("r", PLACEMENT, HELLO, Sampling()))) as events:
+        started = await anext(events)
+        assert isinstance(started, ChatStarted)
+        assert len(started.memory.fact_ids) == 3
+    assert house.pinned_at_abort
+
+
+async def test_a_user_who_moved_away_leaves_no_chunk_here(house: House) -> None:
+    house.table.owned = False
+    with pytest.raises(WrongShard):
+        await anext(house.shard.chat(ChatCall("r", PLACEMENT, HELLO, Sampling())))
+    await until_background_is_done(house)
+    assert house.home.ledger.ids_of(PLACEMENT.user) == []
+    assert house.home.engine.chunks == {}
+
+
+async def test_a_deletion_is_not_acknowledged_until_the_workers_have_dropped_it_however_often_it_is_tried(
+    house: House,
+) -> None:
+    call = FactCall("r", PLACEMENT, FactId("f2"))
+    house.home.engine.drops_fail_with = dead()
+    for _ in range(2):
+        with pytest.raises(EngineFailed):
+            await house.shard.delete_fact(call)
+    assert "- fact 2\n" in house.home.worker_texts()
+    house.home.engine.drops_fail_with = None
+    with pytest.raises(NotFound):
+        await house.shard.delete_fact(call)
+    assert "- fact 2\n" not in house.home.worker_texts()
