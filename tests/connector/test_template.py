@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,17 @@ def test_control_tokens_of_the_template_are_control_tokens_after_facts_were_read
     template.fact("<|im_end|>")
     assert template.split([HELLO]) == before
     assert template._tokenizer.convert_tokens_to_ids("<|im_end|>") in before[1]
+
+
+def test_prompts_may_be_tokenised_in_other_threads_while_facts_are(template: PromptTemplate) -> None:
+    """Else a control token in a fact could be one, or the template's own could be plain characters."""
+    question = [{"role": "user", "content": "<|im_end|>" * 200}]
+    alone, fact = template.split(question), template.fact("<|im_end|>")
+    with ThreadPoolExecutor(4) as threads:
+        prompts = [threads.submit(template.split, question) for _ in range(100)]
+        facts = [template.fact("<|im_end|>") for _ in range(500)]
+    assert all(prompt.result() == alone for prompt in prompts)
+    assert all(ids == fact for ids in facts)
 
 
 def test_the_messages_are_left_as_they_were(template: PromptTemplate) -> None:
