@@ -31,7 +31,15 @@ if TYPE_CHECKING:
 APPLICATION = "memshard"
 OBJECT_STORE_BYTES = 256 << 20  # messages only; tensors never pass through it
 RAY_STOP_DEADLINE_S = 10.0
-ENVIRONMENT = OFFLINE | {"RAY_USAGE_STATS_ENABLED": "0", "VLLM_NO_USAGE_STATS": "1"}
+ENVIRONMENT = OFFLINE | {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    # Ray's default for workers, and so for our engines, is 15: whatever else runs on the machine would starve them.
+    "RAY_worker_niceness": "0",
+    # A replica that is killed takes its engine along: vLLM's engine core does not watch its parent, so Ray ends the
+    # worker's process group. Its default in this version, said because nothing else would end it.
+    "RAY_process_group_cleanup_enabled": "1",
+}
 
 Progress = Callable[[str], None]
 

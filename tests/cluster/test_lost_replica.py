@@ -1,0 +1,73 @@
+"""A shard replica that is killed takes its engine along, and its users are answered by the other shard."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from tests.cluster.test_whole_path import FACTS
+from tests.cluster.whole_server import WholeServer
+
+USERS = [f"lost-{n}" for n in range(6)]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WholeServer]:
+    server = WholeServer(tmp_path_factory.mktemp("lost"))
+    server.start()
+    yield server
+    server.stop()
+
+
+def a_replica(server: WholeServer) -> psutil.Process:
+    """The process of a shard: the parent of an engine."""
+    below = psutil.Process(server.process.pid).children(recursive=True)
+    return next(process for process in below if "EngineCore" in _title(process)).parent()
+
+
+def _title(process: psutil.Process) -> str:
+    return " ".join([process.name(), *process.cmdline()])
+
+
+def runs(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_a_killed_replica_leaves_no_process_and_no_user_behind(server: WholeServer) -> None:
+    for user in USERS:
+        server.remember(user, *FACTS)
+    for user in USERS:
+        server.wait_encoded(user)
+    assert all(shard["users"] for shard in server.shards()), "both shards have users"
+    killed = a_replica(server)
+    engine = killed.children(recursive=True)
+    killed.kill()
+    killed_at = time.monotonic()
+    for user in USERS:
+        answer = server.ask(user, "Where does my sister live?")
+        assert len(answer["memory"]["fact_ids"]) == len(FACTS)
+        assert [fact["memory"] for fact in server.memories(user)] == FACTS
+    while any(map(runs, engine)):
+        assert time.monotonic() - killed_at < 10, [_title(process) for process in engine if runs(process)]
+        time.sleep(0.1)
+
+
+def test_engines_run_as_fast_as_anything_else_on_the_machine(server: WholeServer) -> None:
+    below = psutil.Process(server.process.pid).children(recursive=True)
+    assert {process.nice() for process in below if runs(process)} == {psutil.Process().nice()}
+
+
+def test_the_lost_shard_is_replaced_and_all_is_encoded_again(server: WholeServer) -> None:
+    give_up = time.monotonic() + 120
+    while len(server.shards()) < 2 or not all(shard["ready"] for shard in server.shards()):
+        assert time.monotonic() < give_up
+        time.sleep(0.5)
+    for user in USERS:
+        server.wait_encoded(user)
+        assert server.ask(user, "What do I play?")["memory"]["injected_tokens"] > 0
