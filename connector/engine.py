@@ -115,7 +115,7 @@ class MemoryEngine:
             **{name: value for name, value in options.items() if value is not None},
         )
         try:
-            llm = AsyncLLM.from_engine_args(args)
+            llm = await asyncio.to_thread(AsyncLLM.from_engine_args, args)  # half a minute: let the loop go on
         except Exception as error:
             raise StartupError(f"vLLM did not start with the model {settings.model}: {error}") from error
         try:

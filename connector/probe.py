@@ -19,14 +19,15 @@ from connector.rotation import Rotation, rotate_keys
 
 PROVED_ARCHITECTURES = frozenset(
     {
+        "CohereForCausalLM",
         "Gemma2ForCausalLM",
         "Gemma3ForCausalLM",
         "GlmForCausalLM",
         "LlamaForCausalLM",
         "MistralForCausalLM",
-        "PhiForCausalLM",
         "Qwen2ForCausalLM",
         "Qwen3ForCausalLM",
+        "StableLmForCausalLM",
     }
 )
 """Architectures whose equivalence with plain prefill our tests show, moved chunks included.

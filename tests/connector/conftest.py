@@ -19,3 +19,26 @@ settings.load_profile("memshard")
 def language_model() -> Path:
     """The packaged SmolLM2-135M-Instruct, prepared once a machine."""
     return prepare_language_model(Settings.from_environment())
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory, language_model: Path) -> Path:
+    """A random Llama of 4 layers in float32, 2 KB of keys and values a token."""
+    import torch
+    from transformers import LlamaConfig
+
+    from tests.connector.engines import save_tiny_model
+
+    config = LlamaConfig(
+        vocab_size=49_152,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=2048,
+        rope_parameters={"rope_theta": 10_000.0, "rope_type": "default"},
+        tie_word_embeddings=False,
+    )
+    return save_tiny_model(config, language_model, tmp_path_factory.mktemp("tiny") / "llama", torch.float32)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import DynamicCache, LlamaConfig
+from transformers import DynamicCache
 from vllm import SamplingParams
 
 from connector.chunk import ChunkId, chunk_id, memory_salt, text_salt
@@ -29,7 +29,6 @@ from tests.connector.engines import (
     keys_and_values,
     read_chunk,
     read_rotation,
-    save_tiny_model,
     set_budget,
     text,
     tokens_of,
@@ -37,23 +36,6 @@ from tests.connector.engines import (
 
 NOISE = 1e-3
 BLOCK = 32
-
-
-@pytest.fixture(scope="module")
-def tiny_llama(tmp_path_factory: pytest.TempPathFactory, language_model: Path) -> Path:
-    config = LlamaConfig(
-        vocab_size=49_152,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=2048,
-        rope_parameters={"rope_theta": 10_000.0, "rope_type": "default"},
-        tie_word_embeddings=False,
-    )
-    return save_tiny_model(config, language_model, tmp_path_factory.mktemp("tiny") / "llama", torch.float32)
 
 
 @pytest.fixture(scope="module")
