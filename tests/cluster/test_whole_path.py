@@ -126,10 +126,11 @@ def test_the_openai_client_works_unmodified(server: WholeServer) -> None:
 
 
 def test_a_client_that_goes_away_aborts_its_generation(server: WholeServer) -> None:
-    body = {"model": MODEL, "messages": [{"role": "user", "content": "Count."}], "max_tokens": 4000, "stream": True}
+    question = [{"role": "user", "content": "Count from 1 to 1000 and leave out no number."}]  # a long answer
+    body = {"model": MODEL, "messages": question, "max_tokens": 4000, "stream": True, "temperature": 0}
     with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, trust_env=False) as response:
-        for _ in response.iter_lines():
-            break
+        lines = response.iter_lines()  # held: dropped, it would close the connection at once
+        next(lines)
         eventually(lambda: sum(shard["requests_in_flight"] for shard in server.shards()) == 1)
     eventually(lambda: sum(shard["requests_in_flight"] for shard in server.shards()) == 0)
 

@@ -30,11 +30,11 @@ class WholeServer:
             self.port = int(probe.getsockname()[1])
         self.state_dir = state_dir
         self.url = f"http://127.0.0.1:{self.port}"
-        self.http = httpx.Client(base_url=self.url, timeout=60.0, trust_env=False)
         (state_dir / "models").mkdir(parents=True)
         (state_dir / "models" / self._prepared.name).symlink_to(self._prepared)
 
     def start(self) -> None:
+        self.http = httpx.Client(base_url=self.url, timeout=60.0, trust_env=False)
         environment = {
             **os.environ,
             "MEMSHARD_STATE_DIR": str(self.state_dir),
@@ -62,6 +62,7 @@ class WholeServer:
     def stop(self) -> None:
         self.process.send_signal(signal.SIGINT)
         self.process.wait(90)
+        self.http.close()
 
     def redis_process(self) -> psutil.Process:
         children = psutil.Process(self.process.pid).children(recursive=True)
