@@ -8,7 +8,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .SUFFIXES:
-.PHONY: help up test test-gpu check format bench lock install clean
+.PHONY: help up test test-models test-gpu check format bench lock install clean
 MAKEFLAGS += --no-print-directory --no-builtin-rules
 
 UV_VERSION := 0.13.9
@@ -31,7 +31,11 @@ up: $(INSTALLED) ## set everything up (once) and serve on 127.0.0.1:8000 until C
 
 test: $(INSTALLED) ## run the tests (ARGS="-k word" chooses)
 	@$(BIN)/memshard prepare
-	@$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+	@$(BIN)/python -m pytest -m "not gpu and not all_models" $(ARGS)
+
+test-models: $(INSTALLED) ## prove every architecture of the README's table (6 minutes)
+	@$(BIN)/memshard prepare
+	@$(BIN)/python -m pytest -m "not gpu" tests/connector/test_engine_architectures.py $(ARGS)
 
 test-gpu: $(INSTALLED) ## run the tests that need a CUDA device
 	@$(BIN)/python -m pytest -m gpu $(ARGS)

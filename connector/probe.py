@@ -20,7 +20,6 @@ from connector.rotation import Rotation, rotate_keys
 PROVED_ARCHITECTURES = frozenset(
     {
         "CohereForCausalLM",
-        "Gemma2ForCausalLM",
         "Gemma3ForCausalLM",
         "GlmForCausalLM",
         "LlamaForCausalLM",

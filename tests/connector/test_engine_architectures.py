@@ -9,6 +9,7 @@ import asyncio
 import re
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -48,10 +49,19 @@ def settings_of(case: Case, path: Path) -> EngineSettings:
     )
 
 
+def params(refused: bool) -> list[Any]:
+    return [
+        pytest.param(case, id=case.name, marks=() if case.always else pytest.mark.all_models)
+        for case in CASES
+        if (case.refused is not None) == refused
+    ]
+
+
 class Starts:
     """Engines, each started beside the one before it: a start is 25 s of imports on one core."""
 
-    def __init__(self, models: Path, tokenizer: Path) -> None:
+    def __init__(self, cases: list[Case], models: Path, tokenizer: Path) -> None:
+        self._cases = cases
         self._models = models
         self._tokenizer = tokenizer
         self._tasks: dict[str, asyncio.Task[MemoryEngine]] = {}
@@ -61,8 +71,8 @@ class Starts:
 
     async def started(self, case: Case) -> MemoryEngine:
         """The engine of `case`; that of the next one is begun. Raises what the start raised."""
-        place = CASES.index(case)
-        for soon in CASES[place : place + 2]:
+        place = self._cases.index(case)
+        for soon in self._cases[place : place + 2]:
             if soon.name not in self._tasks:
                 self._begin(soon)
         return await self._tasks[case.name]
@@ -82,8 +92,11 @@ class Starts:
 
 
 @pytest.fixture(scope="module")
-async def starts(tmp_path_factory: pytest.TempPathFactory, language_model: Path) -> AsyncIterator[Starts]:
-    starts = Starts(tmp_path_factory.mktemp("architectures"), language_model)
+async def starts(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, language_model: Path
+) -> AsyncIterator[Starts]:
+    chosen = [item.callspec.params["case"] for item in request.session.items if "starts" in item.fixturenames]
+    starts = Starts(chosen, tmp_path_factory.mktemp("architectures"), language_model)
     yield starts
     await starts.close()
 
@@ -95,7 +108,7 @@ async def served(case: Case, starts: Starts) -> AsyncIterator[tuple[MemoryEngine
     engine.shutdown()
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.refused is None], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", params(refused=False))
 async def test_memory_in_place_and_moved_is_exact(case: Case, served: tuple[MemoryEngine, Path]) -> None:
     engine, path = served
     encoded = await encode(engine, PIECES, "owner")
@@ -111,8 +124,10 @@ async def test_memory_in_place_and_moved_is_exact(case: Case, served: tuple[Memo
     if not case.same_in_transformers:
         return
     oracle, pieces, place = Oracle(path), [], 0
-    same = oracle.continue_from(DynamicCache(), encoded.prompt + TAIL, 8)[0]
-    assert list(in_place.token_ids) == same, "the premise: transformers computes the same function"
+    same = oracle.continue_from(DynamicCache(), encoded.prompt + TAIL, 8)
+    assert list(in_place.token_ids) == same[0], (
+        f"the premise: transformers computes the same function {same} {in_place}"
+    )
     for index in ORDER:
         range_ = encoded.ranges[index]
         shifted = keys_and_values(oracle.cache(encoded.prompt, first_position=place - range_.start))
@@ -123,7 +138,7 @@ async def test_memory_in_place_and_moved_is_exact(case: Case, served: tuple[Memo
     assert max(abs(a - b) for a, b in zip(moved.logprobs, logprobs, strict=True)) < NOISE
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.refused is not None], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", params(refused=True))
 async def test_what_cannot_be_served_exactly_is_refused_with_the_reason(case: Case, starts: Starts) -> None:
     assert case.refused is not None
     with pytest.raises(StartupError, match=case.refused):
