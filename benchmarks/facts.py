@@ -1,7 +1,7 @@
 """Invented facts with one question each: what the benchmarks remember and ask.
 
-25 tokens a fact on average with the packaged model, its `- ` and line feed counted. Names are made of syllables, so
-that no model knows them; everything follows from the seed.
+25 tokens a fact on average (without `longer`) with the packaged model, its `- ` and line feed counted. Names are made of
+syllables, so that no model knows them; everything follows from the seed.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ _THINGS = ("lantern", "compass", "violin", "kettle", "telescope", "carpet", "che
 _COLOURS = ("red", "green", "copper", "silver", "blue", "yellow", "black", "white")
 _TRADES = ("baker", "pilot", "surgeon", "teacher", "gardener", "carpenter", "judge", "painter")
 _SEASONS = ("spring", "summer", "autumn", "winter")
+_ADVERBS = ("today", "again", "still", "often", "here", "now")  # one token each
 _RELATIONS = ("neighbour", "cousin", "colleague", "aunt", "landlord", "old friend")
 _PATTERNS = (
     (
@@ -47,8 +48,11 @@ class Fact:
     question: str
 
 
-def person_facts(seed: int, count: int = FACTS_PER_PERSON) -> tuple[Fact, ...]:
-    """`count` facts of one person, all different; another seed is another person."""
+def person_facts(seed: int, count: int = FACTS_PER_PERSON, longer: float = 0.0) -> tuple[Fact, ...]:
+    """`count` facts of one person, all different, on average `longer` words (and tokens) longer than others'.
+
+    Another seed is another person.
+    """
     rng = random.Random(f"facts-{seed}")
     names, families, places = _invented(rng), _invented(rng), _invented(rng)
     facts = []
@@ -63,6 +67,8 @@ def person_facts(seed: int, count: int = FACTS_PER_PERSON) -> tuple[Fact, ...]:
             "season": rng.choice(_SEASONS),
             "relation": rng.choice(_RELATIONS),
         }
+        words = " ".join(_ADVERBS[n % len(_ADVERBS)] for n in range(int((index + 1) * longer) - int(index * longer)))
+        told = told.replace(".", f" {words}.") if words else told
         facts.append(Fact(told.format(**slots), asked.format(**slots)))
     return tuple(facts)
 

@@ -7,8 +7,9 @@
         no_memory    the question alone
     in random order, native_hit behind prompt, which warms it. One request at a time, on an idle server.
 
-A native hit ends on a block's border (128 tokens on the CPU) and computes what is behind it: how much, by chance
-of the prompt's length, stands in the rows as `prompt_tokens` and `prefix_cached_tokens`.
+A native hit ends on a block's border (128 tokens on the CPU) and computes what is behind it, from nothing to a whole
+block by the prompt's length. So that chance decides nothing, people differ in the length of their facts, and at k = 50
+their prompts' lengths are spread evenly over a block.
 
 Every response says what was injected and what vLLM's own cache held. A response that is not what its arm means ends
 the benchmark: it is an error, not a data point.
@@ -43,7 +44,8 @@ ROUNDS = 15
 QUICK_FACT_COUNTS = (5, 50)
 QUICK_ROUNDS = 3
 WARM_UP_ROUNDS = 1
-PEOPLE = 3
+PEOPLE = 6
+BLOCK_TOKENS = 128  # of the CPU's paged cache
 SEED = 20260
 
 ANSWER_TOKENS = 4  # enough for one that prints something
@@ -82,7 +84,8 @@ def measure(url: str, console: Console, fact_counts: Sequence[int], rounds: int)
         MemshardError: the server is not there, facts were not encoded in time, or a response is not its arm's.
     """
     run = uuid.uuid4().hex[:8]
-    people = {f"bench-{person}-{run}": person_facts(person) for person in range(PEOPLE)}
+    spread = BLOCK_TOKENS / max(FACT_COUNTS) / PEOPLE
+    people = {f"bench-{person}-{run}": person_facts(person, longer=person * spread) for person in range(PEOPLE)}
     with gateway(url) as client, ExitStack() as forgetting:
         model = str(_answer(client.get("/v1/models"))["data"][0]["id"])
         for user, facts in people.items():
@@ -112,7 +115,7 @@ def questions(people: dict[str, tuple[Fact, ...]], fact_counts: Sequence[int], r
         most = sum(map(len, people.values())) // len(fact_counts) - WARM_UP_ROUNDS
         raise MemshardError(f"There are questions for {most} rounds only")
     unasked = [(user, fact.question) for user, facts in people.items() for fact in facts]
-    rng.shuffle(unasked)
+    rng.shuffle(unasked)  # everybody is asked about as often
     for number in range(rounds):
         for k in rng.sample(list(fact_counts), len(fact_counts)):
             user, text = unasked.pop()
