@@ -1,7 +1,7 @@
 """Invented facts with one question each: what the benchmarks remember and ask.
 
-25 tokens a fact on average (without `longer`) with the packaged model, its `- ` and line feed counted. Names are made of
-syllables, so that no model knows them; everything follows from the seed.
+25 tokens a fact on average (without `longer`) with the packaged model, its `- ` and line feed counted. Names are made
+of syllables, so that no model knows them; everything follows from the seed.
 """
 
 from __future__ import annotations
