@@ -50,7 +50,7 @@ class ShardReplica:
         self._settings = settings
         self._me = ShardId(context.replica_id.unique_id)
         self._started_at = datetime.now(UTC).isoformat(timespec="seconds")
-        _bind_cores(settings, context.rank.rank if hasattr(context.rank, "rank") else int(context.rank or 0))
+        _bind_cores(settings, context.rank.local_rank)
         async with AsyncExitStack() as undo:
             redis = connect(settings.redis_url)
             undo.push_async_callback(redis.aclose)
