@@ -7,6 +7,7 @@ limited to 107 bytes), no dashboard, no usage reports.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import re
@@ -130,7 +131,10 @@ class RayNode:
             with _silence():  # Ray reports as errors that processes it has just stopped are gone
                 if self._serves:
                     _within(self._settings.stop_deadline_s, serve.shutdown)
-                _within(RAY_STOP_DEADLINE_S, ray.shutdown)
+                if not _within(RAY_STOP_DEADLINE_S, ray.shutdown):
+                    # An interrupt in the middle of a call can leave a lock held for ever, and Ray's own handler would
+                    # wait for it again when the interpreter exits.
+                    atexit.unregister(ray.shutdown)
         self._keep_logs()
         shutil.rmtree(self._directory, ignore_errors=True)
 
@@ -191,8 +195,9 @@ def _silence() -> Iterator[None]:
             os.close(descriptor)
 
 
-def _within(deadline_s: float, action: Callable[[], object]) -> None:
-    """Run `action` for at most `deadline_s`; one that hangs is abandoned with its thread."""
+def _within(deadline_s: float, action: Callable[[], object]) -> bool:
+    """Run `action` for at most `deadline_s`; one that hangs is abandoned with its thread. Whether it ended."""
     thread = threading.Thread(target=action, daemon=True)
     thread.start()
     thread.join(deadline_s)
+    return not thread.is_alive()

@@ -56,6 +56,11 @@ def test_serve_with_a_missing_model_is_one_line(tmp_path: Path) -> None:
     assert_one_line(done, f"MEMSHARD_MODEL is {tmp_path}/gone, and there is no such directory")
 
 
+def test_serve_with_too_little_memory_is_one_line(tmp_path: Path) -> None:
+    done = memshard("serve", "--port", "18999", "--state-dir", str(tmp_path), MEMSHARD_KV_CACHE_BYTES=str(1 << 50))
+    assert_one_line(done, "memory")
+
+
 @pytest.mark.parametrize("command", ["status", "demo"])
 def test_a_client_command_without_a_server_is_one_line(command: str) -> None:
     assert_one_line(memshard(command, "--url", "http://127.0.0.1:9"), "No Memshard answers at http://127.0.0.1:9")

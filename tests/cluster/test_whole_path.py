@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import httpx
 import openai
-import pytest
 
+from tests.cluster.test_bring_up import processes_of
 from tests.cluster.whole_server import MODEL, WholeServer
 
 FACTS = [
@@ -18,14 +18,6 @@ FACTS = [
     "I play the cello in a quartet on Thursdays.",
     "My first car was a green Saab from 1987.",
 ]
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WholeServer]:
-    server = WholeServer(tmp_path_factory.mktemp("whole"))
-    server.start()
-    yield server
-    server.stop()
 
 
 def eventually(condition: Callable[[], bool], within_s: float = 30.0) -> None:
@@ -176,6 +168,7 @@ def test_nothing_acknowledged_is_lost_by_a_restart_of_the_whole_system(server: W
     told = [fact["memory"] for user in ("kept-a", "kept-b", "kept-c") for fact in server.remember(user, *FACTS)]
     server.redis_process().kill()  # no chance to write anything after the acknowledgement
     server.stop()
+    assert processes_of(server.state_dir) == []
     server.start()
     kept = [fact["memory"] for user in ("kept-a", "kept-b", "kept-c") for fact in server.memories(user)]
     assert kept == told

@@ -1,25 +1,15 @@
-"""A shard replica that is killed takes its engine along, and its users are answered by the other shard."""
+"""The processes of a running server: what each has to itself, and what is left when one is killed."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 
 import psutil
-import pytest
 
 from tests.cluster.test_whole_path import FACTS
 from tests.cluster.whole_server import WholeServer
 
 USERS = [f"lost-{n}" for n in range(6)]
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WholeServer]:
-    server = WholeServer(tmp_path_factory.mktemp("lost"))
-    server.start()
-    yield server
-    server.stop()
 
 
 def a_replica(server: WholeServer) -> psutil.Process:
@@ -39,7 +29,7 @@ def runs(process: psutil.Process) -> bool:
         return False
 
 
-def test_a_killed_replica_leaves_no_process_and_no_user_behind(server: WholeServer) -> None:
+def test_a_killed_replica_leaves_no_process_and_no_user_behind_and_is_replaced(server: WholeServer) -> None:
     for user in USERS:
         server.remember(user, *FACTS)
     for user in USERS:
@@ -57,13 +47,7 @@ def test_a_killed_replica_leaves_no_process_and_no_user_behind(server: WholeServ
         assert time.monotonic() - killed_at < 10, [_title(process) for process in engine if runs(process)]
         time.sleep(0.1)
 
-
-def test_engines_run_as_fast_as_anything_else_on_the_machine(server: WholeServer) -> None:
-    below = psutil.Process(server.process.pid).children(recursive=True)
-    assert {process.nice() for process in below if runs(process)} == {psutil.Process().nice()}
-
-
-def test_the_lost_shard_is_replaced_and_all_is_encoded_again(server: WholeServer) -> None:
+    # Serve replaces the shard; its users may come back to either, and all is encoded again.
     give_up = time.monotonic() + 120
     while len(server.shards()) < 2 or not all(shard["ready"] for shard in server.shards()):
         assert time.monotonic() < give_up
@@ -71,3 +55,16 @@ def test_the_lost_shard_is_replaced_and_all_is_encoded_again(server: WholeServer
     for user in USERS:
         server.wait_encoded(user)
         assert server.ask(user, "What do I play?")["memory"]["injected_tokens"] > 0
+
+
+def test_engines_run_as_fast_as_anything_else_on_the_machine(server: WholeServer) -> None:
+    below = psutil.Process(server.process.pid).children(recursive=True)
+    assert {process.nice() for process in below if runs(process)} == {psutil.Process().nice()}
+
+
+def test_each_engine_computes_on_cores_of_its_own(server: WholeServer) -> None:
+    below = psutil.Process(server.process.pid).children(recursive=True)
+    cores = [set(process.cpu_affinity()) for process in below if runs(process) and "VLLM::Worker" in _title(process)]
+    assert len(cores) == 2
+    if (psutil.cpu_count() or 1) > 1:
+        assert not set.intersection(*cores)

@@ -1,0 +1,84 @@
+"""The packaged model in bfloat16, through template and plan: what the tiny models show exactly, on real weights.
+
+Two exact computations of one prompt differ in bfloat16 as well, by how the tokens were batched. What memory may differ
+by is therefore measured beside it: text prefilled in one piece against text behind a native prefix-cache hit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from connector.chunk import chunk_id
+from connector.engine import EngineSettings, MemoryEngine
+from connector.metadata import CaptureRange
+from connector.plan import Piece, plan_memory, plan_plain
+from connector.template import PromptTemplate
+from tests.connector.engines import Answer, answer
+
+FACTS = [
+    f"My {relation} {name} lives in {place} and keeps {count} {things}."
+    for relation, name, place, count, things in zip(
+        ["sister", "cousin", "aunt", "neighbour", "colleague"] * 4,
+        ["Ingrid", "Tomas", "Beate", "Olu", "Marek", "Yuki", "Pilar", "Sven", "Amina", "Jonas"] * 2,
+        ["Lisbon", "Prague", "Oslo", "Turin", "Gdansk", "Kyoto", "Malaga", "Umea", "Tunis", "Riga"] * 2,
+        range(3, 23),
+        ["boats", "clocks", "violins", "kites", "maps"] * 4,
+        strict=True,
+    )
+]
+QUESTIONS = ["Where does Ingrid live?", "How many clocks does Tomas keep?", "What does Olu keep?"]
+LIMITS = {"max_model_len": 2048, "max_tokens": 12}
+
+
+@pytest.fixture(scope="module")
+async def engine(language_model: Path) -> AsyncIterator[MemoryEngine]:
+    engine = await MemoryEngine.start(
+        EngineSettings(language_model, chunk_budget_bytes=256 << 20, kv_cache_bytes=256 << 20, max_model_len=2048)
+    )
+    yield engine
+    engine.shutdown()
+
+
+def largest_difference(one: Answer, other: Answer) -> float:
+    return max(abs(a - b) for a, b in zip(one.logprobs, other.logprobs, strict=True))
+
+
+async def test_memory_answers_as_text_within_bfloat16_noise_and_leaves_plain_prompts_alone(
+    engine: MemoryEngine, language_model: Path
+) -> None:
+    template = PromptTemplate(AutoTokenizer.from_pretrained(language_model))
+    plain = [plan_plain(template.plain([{"role": "user", "content": q}]), "ada", **LIMITS) for q in QUESTIONS]
+    cold = [await answer(engine, plan, 12) for plan in plain]  # nothing was ever injected
+
+    head = template.default_head()
+    pieces, captures, prompt = [], [CaptureRange(chunk_id(engine.model_digest, "", (), head), 0, len(head))], list(head)
+    for fact in FACTS:
+        tokens = template.fact(fact)
+        captures.append(CaptureRange(chunk_id(engine.model_digest, "ada", prompt, tokens), len(prompt), len(tokens)))
+        pieces.append(Piece(tuple(tokens), captures[-1].id))
+        prompt += tokens
+    assert len(await engine.encode("encode-all", prompt, captures, "encode")) == len(captures)
+
+    noise, memory_noise = [], []
+    for question in QUESTIONS:
+        tail = template.split([{"role": "user", "content": question}])[1]
+        plans = [
+            plan_memory(Piece(tuple(head), captures[0].id), pieces[::-1], tail, "ada", inject=inject, **LIMITS)
+            for inject in (False, True)
+        ]
+        as_text, again, memory = [await answer(engine, plan, 12) for plan in (plans[0], *plans)]
+        assert again.cached_tokens > 0
+        assert memory.injected_tokens == len(prompt)
+        assert memory.token_ids == as_text.token_ids
+        noise.append(largest_difference(as_text, again))
+        memory_noise.append(largest_difference(as_text, memory))
+    assert max(memory_noise) <= 4 * max(*noise, 2**-5), (memory_noise, noise)
+
+    for plan, before in zip(plain, cold, strict=True):
+        after = await answer(engine, plan, 12)
+        assert after.token_ids == before.token_ids
+        assert largest_difference(before, after) <= max(*noise, 2**-5)
