@@ -5,14 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
 
 from cluster.models import prepare_language_model
 from cluster.settings import Settings
-
-# Deadlines measure the machine, which is shared; the whole run has a time limit of its own.
-settings.register_profile("memshard", deadline=None, max_examples=50)
-settings.load_profile("memshard")
 
 
 @pytest.fixture(scope="session")
