@@ -219,6 +219,11 @@ class MemoryEngine:
         """Each rank's chunks, bytes and counters."""
         return await self._rpc("memshard_stats")
 
+    @property
+    def dead(self) -> bool:
+        """Whether the engine's processes have ended: it will never answer again."""
+        return bool(self.llm.errored)
+
     async def check_health(self) -> None:
         """Raises `EngineFailed` where the engine is dead."""
         try:

@@ -21,7 +21,7 @@ from deployments.messages import AddCall, ChatCall, ChatEvent, FactCall, ForgetC
 from deployments.settings import ShardSettings
 from sharding.client import connect
 from sharding.directory import Directory
-from sharding.errors import MemshardError, Unavailable
+from sharding.errors import EngineFailed, MemshardError, ShardGone, Unavailable
 from sharding.facts import FactStore
 from sharding.ids import ShardId
 from sharding.keys import KeySpace
@@ -72,27 +72,39 @@ class ShardReplica:
                 async for event in events:
                     yield event
             except MemshardError as error:
-                yield error
+                yield self._told(error)
 
     async def add(self, call: AddCall) -> Any:
         """See `Shard.add`."""
-        return await _answer(self._shard.add(call))
+        return await self._answer(self._shard.add(call))
 
     async def list_facts(self, call: ListCall) -> Any:
         """See `Shard.list_facts`."""
-        return await _answer(self._shard.list_facts(call))
+        return await self._answer(self._shard.list_facts(call))
 
     async def get_fact(self, call: FactCall) -> Any:
         """See `Shard.get_fact`."""
-        return await _answer(self._shard.get_fact(call))
+        return await self._answer(self._shard.get_fact(call))
 
     async def delete_fact(self, call: FactCall) -> Any:
         """See `Shard.delete_fact`."""
-        return await _answer(self._shard.delete_fact(call))
+        return await self._answer(self._shard.delete_fact(call))
 
     async def forget(self, call: ForgetCall) -> Any:
         """See `Shard.forget`."""
-        return await _answer(self._shard.forget(call))
+        return await self._answer(self._shard.forget(call))
+
+    async def _answer(self, call: Awaitable[T]) -> T | MemshardError:
+        try:
+            return await call
+        except MemshardError as error:
+            return self._told(error)
+
+    def _told(self, error: MemshardError) -> MemshardError:
+        """A shard whose engine died is gone. Serve takes seconds to replace its replica; its users need not wait."""
+        if isinstance(error, EngineFailed) and self._shard.engine.dead:
+            return ShardGone(error.message, certain=True)
+        return error
 
     async def status(self) -> ShardStatus:
         """What this shard is and does now."""
@@ -128,12 +140,13 @@ class ShardReplica:
             await self._directory.retire(self._me)
 
     async def _keep_beating(self) -> None:
-        while True:
+        while not self._shard.engine.dead:
             await asyncio.sleep(self._settings.heartbeat_interval_s)
             try:
                 await self._beat()
             except Unavailable as error:
                 log.warning("No heartbeat: %s", error)
+        await self._retire()
 
     async def _beat(self) -> None:
         status = await self.status()
@@ -149,13 +162,6 @@ class ShardReplica:
         sent_at = time.monotonic()
         await self._directory.heartbeat(report.model_dump_json(), self._me, self._settings.heartbeat_ttl_s)
         self._lease.acknowledged(sent_at)
-
-
-async def _answer(call: Awaitable[T]) -> T | MemshardError:
-    try:
-        return await call
-    except MemshardError as error:
-        return error
 
 
 def _bind_cores(settings: ShardSettings, rank: int) -> None:

@@ -14,8 +14,16 @@ USERS = [f"lost-{n}" for n in range(6)]
 
 def a_replica(server: WholeServer) -> psutil.Process:
     """The process of a shard: the parent of an engine."""
-    below = psutil.Process(server.process.pid).children(recursive=True)
-    return next(process for process in below if "EngineCore" in _title(process)).parent()
+    return an_engine(server).parent()
+
+
+def an_engine(server: WholeServer) -> psutil.Process:
+    return next(process for process in running(server) if "EngineCore" in _title(process))
+
+
+def running(server: WholeServer) -> list[psutil.Process]:
+    """The server's processes, those that ended and were not reaped left out."""
+    return [process for process in psutil.Process(server.process.pid).children(recursive=True) if runs(process)]
 
 
 def _title(process: psutil.Process) -> str:
@@ -57,14 +65,30 @@ def test_a_killed_replica_leaves_no_process_and_no_user_behind_and_is_replaced(s
         assert server.ask(user, "What do I play?")["memory"]["injected_tokens"] > 0
 
 
+def test_users_of_a_shard_whose_engine_died_are_answered_by_the_other(server: WholeServer) -> None:
+    users = [f"engine-{n}" for n in range(6)]
+    for user in users:
+        server.remember(user, *FACTS)
+    for user in users:
+        server.wait_encoded(user)
+    before = {shard["shard"] for shard in server.shards()}
+    an_engine(server).kill()
+    for user in users:
+        answer = server.ask(user, "Where does my sister live?")
+        assert len(answer["memory"]["fact_ids"]) == len(FACTS)
+        assert [fact["memory"] for fact in server.memories(user)] == FACTS
+    give_up = time.monotonic() + 120
+    while len(server.shards()) < 2 or {shard["shard"] for shard in server.shards()} == before:
+        assert time.monotonic() < give_up, "the replica was not replaced"
+        time.sleep(0.5)
+
+
 def test_engines_run_as_fast_as_anything_else_on_the_machine(server: WholeServer) -> None:
-    below = psutil.Process(server.process.pid).children(recursive=True)
-    assert {process.nice() for process in below if runs(process)} == {psutil.Process().nice()}
+    assert {process.nice() for process in running(server)} == {psutil.Process().nice()}
 
 
 def test_each_engine_computes_on_cores_of_its_own(server: WholeServer) -> None:
-    below = psutil.Process(server.process.pid).children(recursive=True)
-    cores = [set(process.cpu_affinity()) for process in below if runs(process) and "VLLM::Worker" in _title(process)]
+    cores = [set(process.cpu_affinity()) for process in running(server) if "VLLM::Worker" in _title(process)]
     assert len(cores) == 2
     if (psutil.cpu_count() or 1) > 1:
         assert not set.intersection(*cores)
