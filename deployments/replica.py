@@ -6,8 +6,10 @@ vLLM reads its environment when it is imported, so nothing that imports it may b
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import os
+import socket
 import time
 from collections.abc import AsyncGenerator, Awaitable
 from contextlib import AsyncExitStack, aclosing, suppress
@@ -43,6 +45,7 @@ class ShardReplica:
     """
 
     _running: AsyncExitStack | None = None  # ends what the start began
+    _held: socket.socket | None = None
 
     async def __init__(self, settings: ShardSettings) -> None:  # type: ignore[misc]  # Serve awaits it
         """Starts the engine, proves the model, and appears in the directory. Raises `StartupError`."""
@@ -50,7 +53,8 @@ class ShardReplica:
         self._settings = settings
         self._me = ShardId(context.replica_id.unique_id)
         self._started_at = datetime.now(UTC).isoformat(timespec="seconds")
-        _bind_cores(settings, context.rank.local_rank)
+        slot, self._held = _take_slot(settings)
+        _bind_cores(settings, slot)
         async with AsyncExitStack() as undo:
             redis = connect(settings.redis_url)
             undo.push_async_callback(redis.aclose)
@@ -134,6 +138,8 @@ class ShardReplica:
         """Called by Serve once requests have drained: leave the directory, end the engine."""
         if self._running is not None:  # else the start failed, and has undone itself
             await self._running.aclose()
+        if self._held is not None:
+            self._held.close()
 
     async def _retire(self) -> None:
         with suppress(Unavailable):
@@ -164,11 +170,29 @@ class ShardReplica:
         self._lease.acknowledged(sent_at)
 
 
-def _bind_cores(settings: ShardSettings, rank: int) -> None:
+def _take_slot(settings: ShardSettings) -> tuple[int, socket.socket | None]:
+    """The first of this machine's slots, one a shard, that no living replica of this cluster holds, and what holds it.
+
+    Serve's ranks would not do: they are reused and shift, and two living replicas may bind by the same one. An abstract
+    Unix socket has one holder, and goes with its process however that ends.
+    """
+    cluster = hashlib.blake2b(f"{settings.namespace} {settings.redis_url}".encode(), digest_size=8).hexdigest()
+    for slot in range(settings.shards):
+        holder = socket.socket(socket.AF_UNIX)
+        try:
+            holder.bind(f"\0memshard-{cluster}-{slot}")
+        except OSError:
+            holder.close()
+            continue
+        return slot, holder
+    return 0, None  # more replicas than shards, for a moment: cores are shared until one ends
+
+
+def _bind_cores(settings: ShardSettings, slot: int) -> None:
     """Gives this replica's engine cores of its own: two engines would bind to the same one. Only matters on CPUs."""
     cores = sorted(os.sched_getaffinity(0))
     threads = settings.threads or max(1, len(cores) // settings.shards)
-    first = rank * threads % len(cores)
+    first = slot * threads % len(cores)
     mine = [cores[(first + i) % len(cores)] for i in range(min(threads, len(cores)))]
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, mine))
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the replica's own torch: the embedder, beside the engine
