@@ -16,6 +16,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 from typer.main import get_group
 
+from cluster.processes import INTERRUPTED, leave
 from cluster.settings import Settings
 from sharding.errors import MemshardError
 
@@ -63,7 +64,6 @@ def serve(
     settings = Settings.from_environment(
         host=host, port=port, shards=shards, model=model, redis_url=redis_url, state_dir=state_dir
     )
-    from cluster.processes import INTERRUPTED
     from cluster.serve import run
 
     console = Console()
@@ -104,11 +104,14 @@ def demo(url: Url = None) -> None:
 
 def main() -> None:
     """Entry point of the console script."""
+    status: object = FAILED
     try:
         app()
     except MemshardError as error:
         Console(stderr=True).print(f"memshard: {error.message}", soft_wrap=True, markup=False, highlight=False)
-        raise SystemExit(FAILED) from None
+    except SystemExit as ended:
+        status = ended.code or 0
+    leave(status if isinstance(status, int) else FAILED)
 
 
 def _address(url: str | None) -> str:

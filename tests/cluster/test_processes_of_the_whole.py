@@ -42,6 +42,7 @@ def test_a_killed_replica_leaves_no_process_and_no_user_behind_and_is_replaced(s
         server.remember(user, *FACTS)
     for user in USERS:
         server.wait_encoded(user)
+    before = server.wait_whole()
     assert all(shard["users"] for shard in server.shards()), "both shards have users"
     killed = a_replica(server)
     engine = killed.children(recursive=True)
@@ -56,10 +57,7 @@ def test_a_killed_replica_leaves_no_process_and_no_user_behind_and_is_replaced(s
         time.sleep(0.1)
 
     # Serve replaces the shard; its users may come back to either, and all is encoded again.
-    give_up = time.monotonic() + 120
-    while len(server.shards()) < 2 or not all(shard["ready"] for shard in server.shards()):
-        assert time.monotonic() < give_up
-        time.sleep(0.5)
+    server.wait_whole(replaced=before)
     for user in USERS:
         server.wait_encoded(user)
         assert server.ask(user, "What do I play?")["memory"]["injected_tokens"] > 0
@@ -71,16 +69,13 @@ def test_users_of_a_shard_whose_engine_died_are_answered_by_the_other(server: Wh
         server.remember(user, *FACTS)
     for user in users:
         server.wait_encoded(user)
-    before = {shard["shard"] for shard in server.shards()}
+    before = server.wait_whole()
     an_engine(server).kill()
     for user in users:
         answer = server.ask(user, "Where does my sister live?")
         assert len(answer["memory"]["fact_ids"]) == len(FACTS)
         assert [fact["memory"] for fact in server.memories(user)] == FACTS
-    give_up = time.monotonic() + 120
-    while len(server.shards()) < 2 or {shard["shard"] for shard in server.shards()} == before:
-        assert time.monotonic() < give_up, "the replica was not replaced"
-        time.sleep(0.5)
+    server.wait_whole(replaced=before)
 
 
 def test_engines_run_as_fast_as_anything_else_on_the_machine(server: WholeServer) -> None:
@@ -88,6 +83,7 @@ def test_engines_run_as_fast_as_anything_else_on_the_machine(server: WholeServer
 
 
 def test_each_engine_computes_on_cores_of_its_own(server: WholeServer) -> None:
+    server.wait_whole()
     cores = [set(process.cpu_affinity()) for process in running(server) if "VLLM::Worker" in _title(process)]
     assert len(cores) == 2
     if (psutil.cpu_count() or 1) > 1:

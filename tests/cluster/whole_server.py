@@ -64,6 +64,20 @@ class WholeServer:
         self.process.wait(90)
         self.http.close()
 
+    def wait_whole(self, replaced: frozenset[str] = frozenset()) -> frozenset[str]:
+        """Wait until two shards answer that are not the pair `replaced`; their ids.
+
+        A killed shard stays listed for as long as its last heartbeat is good, and is not reachable.
+        """
+        give_up = time.monotonic() + START_S
+        while True:
+            shards = self.shards()
+            ids = frozenset(shard["shard"] for shard in shards)
+            if len(shards) == 2 and all(shard["reachable"] for shard in shards) and ids != replaced:
+                return ids
+            assert time.monotonic() < give_up, shards
+            time.sleep(0.5)
+
     def redis_process(self) -> psutil.Process:
         children = psutil.Process(self.process.pid).children(recursive=True)
         return next(child for child in children if "valkey-server" in child.name())
