@@ -12,7 +12,7 @@ from ray.serve.config import RequestRouterConfig
 from cluster.models import model_name
 from cluster.settings import Settings
 from deployments.gateway import GatewayReplica
-from deployments.replica import ShardReplica
+from deployments.replica import OpenShard, ShardReplica
 from deployments.router import PinnedRouter
 from deployments.settings import GatewaySettings, ShardSettings
 from sharding.client import connect
@@ -21,8 +21,15 @@ from sharding.keys import KeySpace
 from sharding.placement import PlacementPolicy
 
 
-def build(settings: Settings, *, redis_url: str, model_path: Path, embedding_path: Path) -> serve.Application:
-    """The gateway in front of the shards, as one Serve application."""
+def build(
+    settings: Settings,
+    *,
+    redis_url: str,
+    model_path: Path,
+    embedding_path: Path,
+    open_shard: OpenShard | None = None,
+) -> serve.Application:
+    """The gateway in front of the shards, as one Serve application. `open_shard`: see `ShardReplica`."""
     model = model_name(settings)
     shards = serve.deployment(
         ShardReplica,
@@ -69,7 +76,7 @@ def build(settings: Settings, *, redis_url: str, model_path: Path, embedding_pat
         deadline_s=settings.request_deadline_s,
     )
     application: Any = gateways.bind(
-        shards.bind(shard_settings),
+        shards.bind(shard_settings, open_shard),
         partial(open_directory, redis_url, KeySpace(settings.namespace, model)),
         PlacementPolicy(),
         gateway_settings,

@@ -4,7 +4,7 @@ A chunk's id is a digest of everything its bytes depend on: the model, the token
 was encoded, and its own tokens. A fact whose text or window changed therefore has another id, and old bytes can
 never be found under it. The owner is part of the id too: equal facts of two users are two chunks.
 
-Imports torch only.
+Imports nothing heavy: whoever only names chunks need not load torch.
 """
 
 from __future__ import annotations
@@ -13,15 +13,25 @@ import hashlib
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NewType
+from typing import TYPE_CHECKING, NewType
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 ChunkId = NewType("ChunkId", str)
 """32 hexadecimal digits."""
 
 ChunkRef = tuple[ChunkId, int]
 """A chunk and its length in tokens: all that crosses process borders."""
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureRange:
+    """Tokens `start` to `start + tokens` of a prompt become a chunk, encoded at position `start`."""
+
+    id: ChunkId
+    start: int
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True)

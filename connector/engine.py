@@ -21,14 +21,11 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from connector.chunk import ChunkId
-from connector.metadata import CaptureRange, transfer_params
+from connector.chunk import CaptureRange, ChunkId
+from connector.metadata import transfer_params
 from connector.plan import PromptPlan
+from connector.port import CHAT_PRIORITY, ENCODE_PRIORITY, EngineDelta
 from sharding.errors import EngineFailed, StartupError
-
-CHAT_PRIORITY = 0
-ENCODE_PRIORITY = 1
-"""Lower runs first: encoding waits for, and is preempted by, live chats."""
 
 RPC_TIMEOUT_S = 30.0
 
@@ -52,20 +49,6 @@ class EngineSettings:
     dtype: str = "auto"
     prefix_caching: bool = True
     kv_cache_dtype: str = "auto"
-
-
-@dataclass(frozen=True, slots=True)
-class EngineDelta:
-    """What came since the last one. `finish_reason` is set on the last; `injected_tokens`, `cached_tokens` (found in
-    vLLM's prefix cache) and `fallback` (why chunks were prefilled as text instead) are final only there."""
-
-    token_ids: tuple[int, ...]
-    text: str
-    finish_reason: str | None
-    injected_tokens: int
-    cached_tokens: int
-    fallback: str | None
-    logprobs: Any = None
 
 
 class MemoryEngine:
@@ -131,6 +114,11 @@ class MemoryEngine:
             return cls(llm, "", 0, refusal)
         digest = hashlib.blake2b("".join(rank["digest"] for rank in ranks).encode(), digest_size=16).hexdigest()
         return cls(llm, digest, sum(rank["token_bytes"] for rank in ranks), None)
+
+    @staticmethod
+    def sampling(max_tokens: int, stop: Sequence[str] = (), **given: float) -> SamplingParams:
+        """How to sample, as `generate` takes it; `given` by the names of vLLM's `SamplingParams`."""
+        return SamplingParams(max_tokens=max_tokens, stop=list(stop), **given)
 
     async def generate(
         self, request_id: str, plan: PromptPlan, sampling: SamplingParams, *, priority: int = CHAT_PRIORITY

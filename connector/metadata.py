@@ -12,16 +12,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
-from connector.chunk import ChunkId, ChunkRef
-
-
-@dataclass(frozen=True, slots=True)
-class CaptureRange:
-    """Tokens `start` to `start + tokens` of a prompt become a chunk, encoded at position `start`."""
-
-    id: ChunkId
-    start: int
-    tokens: int
+from connector.chunk import CaptureRange, ChunkId, ChunkRef
 
 
 def transfer_params(load: Sequence[ChunkRef] = (), capture: Sequence[CaptureRange] = ()) -> dict[str, Any]:

@@ -20,8 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from connector.chunk import ChunkId, chunk_id
-from connector.metadata import CaptureRange
+from connector.chunk import CaptureRange, ChunkId, chunk_id
 from connector.plan import Piece
 from sharding.ids import FactId
 

@@ -14,12 +14,12 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from connector.engine import MemoryEngine
 from connector.plan import PromptPlan, plan_memory, plan_plain
+from connector.port import Engine
 from connector.template import PromptTemplate
-from deployments.embedder import Embedder
 from deployments.heads import Heads
 from deployments.messages import ChatCall, MemoryUse
+from deployments.ports import Embeds
 from deployments.resident import Residents
 from sharding.user_memory import UserMemory
 
@@ -39,7 +39,7 @@ class ChatPlanner:
     """Plans chats of one shard."""
 
     def __init__(
-        self, engine: MemoryEngine, template: PromptTemplate, embedder: Embedder, heads: Heads, residents: Residents
+        self, engine: Engine, template: PromptTemplate, embedder: Embeds, heads: Heads, residents: Residents
     ) -> None:
         self._engine = engine
         self._template = template

@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from connector.chunk import ChunkId, text_salt
-from connector.engine import MemoryEngine
 from connector.ledger import ChunkLedger
+from connector.port import Engine
 from connector.windows import EncodeJob
 from sharding.errors import EngineFailed
 
@@ -47,7 +47,7 @@ class _Submission(NamedTuple):
 class Encoder:
     """The only one that changes what the ledger holds. Made on the event loop that it runs on."""
 
-    def __init__(self, engine: MemoryEngine, ledger: ChunkLedger) -> None:
+    def __init__(self, engine: Engine, ledger: ChunkLedger) -> None:
         self._engine = engine
         self._ledger = ledger
         self._waiting: dict[str, _Submission] = {}  # by owner, in the order of arrival

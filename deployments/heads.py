@@ -13,9 +13,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from connector.chunk import ChunkId, chunk_id
+from connector.chunk import CaptureRange, ChunkId, chunk_id
 from connector.ledger import SHARED, ChunkLedger
-from connector.metadata import CaptureRange
 from connector.plan import Piece
 from connector.windows import EncodeJob
 from deployments.encoder import Encoder

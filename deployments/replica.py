@@ -11,7 +11,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AsyncExitStack, aclosing, suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+OpenShard = Callable[[ShardSettings, ShardId, Directory, FactStore, Lease], "Awaitable[Shard]"]
+"""What `deployments.shard_start.open_shard` is."""
+
 log = logging.getLogger(__name__)
 
 
@@ -47,8 +50,13 @@ class ShardReplica:
     _running: AsyncExitStack | None = None  # ends what the start began
     _held: socket.socket | None = None
 
-    async def __init__(self, settings: ShardSettings) -> None:  # type: ignore[misc]  # Serve awaits it
-        """Starts the engine, proves the model, and appears in the directory. Raises `StartupError`."""
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, settings: ShardSettings, open_shard: OpenShard | None = None
+    ) -> None:
+        """Starts the engine, proves the model, and appears in the directory. Raises `StartupError`.
+
+        `open_shard`: what starts the shard, by default the product's own.
+        """
         context = serve.get_replica_context()
         self._settings = settings
         self._me = ShardId(context.replica_id.unique_id)
@@ -61,7 +69,8 @@ class ShardReplica:
             keys = KeySpace(settings.namespace, settings.model)
             self._directory = Directory(redis, keys)
             self._lease = Lease(settings.heartbeat_ttl_s, settings.redis_grace_s)
-            self._shard = await _build(settings, self._me, self._directory, FactStore(redis, keys), self._lease)
+            start = open_shard or _product()
+            self._shard = await start(settings, self._me, self._directory, FactStore(redis, keys), self._lease)
             undo.callback(self._shard.close)
             await self._beat()
             undo.push_async_callback(self._retire)
@@ -199,7 +208,7 @@ def _bind_cores(settings: ShardSettings, slot: int) -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 
-async def _build(settings: ShardSettings, me: ShardId, directory: Directory, store: FactStore, lease: Lease) -> Shard:
+def _product() -> OpenShard:
     from deployments.shard_start import open_shard
 
-    return await open_shard(settings, me, directory, store, lease)
+    return open_shard

@@ -13,8 +13,8 @@ from connector.ledger import ChunkLedger
 from connector.plan import Piece
 from connector.template import PromptTemplate
 from connector.windows import FactChunks, Line
-from deployments.embedder import Embedder
 from deployments.encoder import Encoder
+from deployments.ports import Embeds
 from sharding.errors import EngineFailed, Unavailable, WrongShard
 from sharding.facts import FactStore
 from sharding.ids import FactId, UserId
@@ -31,7 +31,7 @@ class Residents:
     def __init__(
         self,
         store: FactStore,
-        embedder: Embedder,
+        embedder: Embeds,
         encoder: Encoder,
         ledger: ChunkLedger,
         template: PromptTemplate,

@@ -18,14 +18,11 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
-from vllm import SamplingParams
-
-from connector.engine import EngineDelta, MemoryEngine
 from connector.ledger import SHARED, ChunkLedger
 from connector.plan import plan_memory
+from connector.port import Engine, EngineDelta
 from connector.template import PromptTemplate
 from deployments.chat_plan import ChatPlan, ChatPlanner
-from deployments.embedder import Embedder
 from deployments.encoder import Encoder
 from deployments.heads import Heads
 from deployments.messages import (
@@ -42,8 +39,8 @@ from deployments.messages import (
     ForgetCall,
     ListCall,
     MemoryUse,
-    Sampling,
 )
+from deployments.ports import Embeds
 from deployments.resident import Residents
 from sharding.errors import Busy, EngineFailed, InvalidRequest, NotFound, TooLarge, WrongShard
 from sharding.facts import Fact, FactStore
@@ -59,12 +56,12 @@ class Shard:
 
     def __init__(
         self,
-        engine: MemoryEngine,
+        engine: Engine,
         ledger: ChunkLedger,
         encoder: Encoder,
         heads: Heads,
         residents: Residents,
-        embedder: Embedder,
+        embedder: Embeds,
         template: PromptTemplate,
         table: UserTable,
         store: FactStore,
@@ -97,7 +94,7 @@ class Shard:
         tail = self.template.split([{"role": "user", "content": "Hello"}])[1]
         limits = {"max_model_len": self.engine.max_model_len, "max_tokens": 2}
         plan = plan_memory(self.residents.servable(head), [], tail, "", inject=True, **limits)
-        async for _ in self.engine.generate("warm-up", plan, SamplingParams(max_tokens=2)):
+        async for _ in self.engine.generate("warm-up", plan, self.engine.sampling(2)):
             pass
 
     def close(self) -> None:
@@ -117,7 +114,7 @@ class Shard:
         with self._admitted():
             plan = await self._plan(call)
             with self.ledger.pinned(call.asker or SHARED, [id_ for id_, _ in plan.prompt.load]):
-                sampling = _sampling(call.sampling, plan.max_tokens)
+                sampling = self.engine.sampling(plan.max_tokens, call.sampling.stop, **call.sampling.given())
                 # Both are closed before the pins end: until it is aborted, a request may still read its chunks.
                 async with (
                     aclosing(self.engine.generate(call.request_id, plan.prompt, sampling)) as deltas,
@@ -282,18 +279,3 @@ class Shard:
 
 def _no_fact(fact_id: FactId) -> NotFound:
     return NotFound(f"This user has no memory with the id {fact_id}.", field="memory_id")
-
-
-def _sampling(sampling: Sampling, max_tokens: int) -> SamplingParams:
-    given = {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "seed": sampling.seed,
-        "presence_penalty": sampling.presence_penalty,
-        "frequency_penalty": sampling.frequency_penalty,
-    }
-    return SamplingParams(
-        max_tokens=max_tokens,
-        stop=list(sampling.stop),
-        **{name: value for name, value in given.items() if value is not None},
-    )

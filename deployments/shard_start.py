@@ -9,14 +9,11 @@ import torch
 from transformers import AutoTokenizer
 
 from connector.engine import EngineSettings, MemoryEngine
-from connector.ledger import ChunkLedger
 from connector.template import PromptTemplate
 from deployments.embedder import Embedder
-from deployments.encoder import Encoder
-from deployments.heads import Heads
-from deployments.resident import Residents
 from deployments.settings import ShardSettings
 from deployments.shard import Shard
+from deployments.shard_parts import put_together
 from sharding.directory import Directory
 from sharding.facts import FactStore
 from sharding.ids import ShardId
@@ -44,32 +41,9 @@ async def open_shard(
             )
         )
         undo.callback(engine.shutdown)
-        ledger = ChunkLedger(settings.chunk_device_bytes, engine.token_bytes)
-        encoder = Encoder(engine, ledger)
-        undo.callback(encoder.close)
-        residents = Residents(
-            store,
-            embedder,
-            encoder,
-            ledger,
-            template,
-            model_digest=engine.model_digest,
-            window_facts=settings.window_facts,
-            room_tokens=engine.max_model_len - 1,
-        )
-        shard = Shard(
-            engine,
-            ledger,
-            encoder,
-            Heads(engine.model_digest, encoder, ledger, template.default_head()),
-            residents,
-            embedder,
-            template,
-            UserTable(me, directory, store, lease, dim=embedder.dim, capacity=settings.resident_users),
-            store,
-            max_requests_in_flight=settings.max_requests_in_flight,
-            max_fact_tokens=settings.max_fact_tokens,
-        )
+        table = UserTable(me, directory, store, lease, dim=embedder.dim, capacity=settings.resident_users)
+        shard = put_together(settings, engine, embedder, template, table, store)
+        undo.callback(shard.encoder.close)
         await shard.warm_up()
         undo.pop_all()
         return shard

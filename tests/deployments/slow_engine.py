@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from connector.chunk import ChunkId
-from connector.metadata import CaptureRange
+from connector.chunk import CaptureRange, ChunkId
 from sharding.errors import EngineFailed
 
 
@@ -47,6 +47,8 @@ class SlowEngine:
         self.fails_with: Exception | None = None
         self.drops_fail_with: Exception | None = None
         self.loses: set[ChunkId] = set()
+
+    def sampling(self, *_: Any, **given: float) -> None: ...
 
     async def encode(
         self, request_id: str, token_ids: Sequence[int], captures: Sequence[CaptureRange], salt: str

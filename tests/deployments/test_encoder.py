@@ -8,9 +8,8 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 import pytest
 from slow_engine import SlowEngine, dead
 
-from connector.chunk import ChunkId, chunk_id, text_salt
+from connector.chunk import CaptureRange, ChunkId, chunk_id, text_salt
 from connector.ledger import ChunkLedger
-from connector.metadata import CaptureRange
 from connector.windows import EncodeJob
 from deployments.encoder import ENCODES_AT_ONCE, Encoder
 from sharding.errors import EngineFailed

@@ -1,0 +1,62 @@
+"""What the shard asks of an engine, whichever it is: the port, and what crosses it.
+
+`connector.engine.MemoryEngine` is the product's. Nothing heavy is imported here, so that a shard around another engine
+(`deployments.deterministic`, for load and chaos runs with many shards) loads neither vLLM nor torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from connector.chunk import CaptureRange, ChunkId
+from connector.plan import PromptPlan
+
+CHAT_PRIORITY = 0
+ENCODE_PRIORITY = 1
+"""Lower runs first: encoding waits for, and is preempted by, live chats."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineDelta:
+    """What came since the last one. `finish_reason` is set on the last; `injected_tokens`, `cached_tokens` (found in
+    the engine's prefix cache) and `fallback` (why chunks were prefilled as text instead) are final only there."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: str | None
+    injected_tokens: int
+    cached_tokens: int
+    fallback: str | None
+    logprobs: Any = None
+
+
+class Engine(Protocol):
+    """See `connector.engine.MemoryEngine`, which says what each does and raises."""
+
+    model_digest: str
+    token_bytes: int
+    refusal: str | None
+    max_model_len: int
+
+    @property
+    def dead(self) -> bool: ...
+
+    def sampling(self, max_tokens: int, stop: Sequence[str] = (), **given: float) -> Any: ...
+
+    def generate(
+        self, request_id: str, plan: PromptPlan, sampling: Any, *, priority: int = CHAT_PRIORITY
+    ) -> AsyncGenerator[EngineDelta, None]: ...
+
+    async def encode(
+        self, request_id: str, token_ids: Sequence[int], captures: Sequence[CaptureRange], salt: str
+    ) -> set[ChunkId]: ...
+
+    async def drop(self, ids: Sequence[ChunkId]) -> None: ...
+
+    async def stats(self) -> list[dict[str, int]]: ...
+
+    async def check_health(self) -> None: ...
+
+    def shutdown(self) -> None: ...
