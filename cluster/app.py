@@ -11,7 +11,7 @@ from ray.serve.config import RequestRouterConfig
 
 from cluster.models import model_name
 from cluster.settings import Settings
-from deployments.gateway import GatewayReplica
+from deployments.gateway import GatewayReplica, GatewayStores
 from deployments.replica import OpenShard, ShardReplica
 from deployments.router import PinnedRouter
 from deployments.settings import GatewaySettings, ShardSettings
@@ -19,6 +19,7 @@ from sharding.client import connect
 from sharding.directory import Directory
 from sharding.keys import KeySpace
 from sharding.placement import PlacementPolicy
+from sharding.registry import Registry
 
 
 def build(
@@ -77,13 +78,14 @@ def build(
     )
     application: Any = gateways.bind(
         shards.bind(shard_settings, open_shard),
-        partial(open_directory, redis_url, KeySpace(settings.namespace, model)),
+        partial(open_stores, redis_url, KeySpace(settings.namespace, model)),
         PlacementPolicy(),
         gateway_settings,
     )
     return application
 
 
-def open_directory(redis_url: str, keys: KeySpace) -> Directory:
-    """A directory with a client of its own, for the process that calls."""
-    return Directory(connect(redis_url), keys)
+def open_stores(redis_url: str, keys: KeySpace) -> GatewayStores:
+    """What a gateway asks Redis, with a client of its own for the process that calls."""
+    redis = connect(redis_url)
+    return GatewayStores(Directory(redis, keys), Registry(redis, keys))

@@ -6,14 +6,17 @@ surrogates and wrong types all end in the same `InvalidRequest`, and never echo 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TypeVar
+from urllib.parse import unquote
 
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from sharding.errors import InvalidRequest
+from sharding.errors import InvalidRequest, NotFound
 from sharding.ids import UserId
+from sharding.scopes import FIELDS, SEPARATOR, Entity, entities
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -34,6 +37,8 @@ def as_user_id(value: str, field: str) -> UserId:
         raise InvalidRequest(f"'{field}' must not be blank.", field=field)
     if len(value) > MAX_USER_ID_CHARS:
         raise InvalidRequest(f"'{field}' is longer than {MAX_USER_ID_CHARS} characters.", field=field)
+    if SEPARATOR in value:
+        raise InvalidRequest(f"'{field}' must not hold the control character U+001F.", field=field)
     if "\ufffd" in value:  # what invalid bytes decode to: two broken ids must not become one user
         raise InvalidRequest(f"'{field}' is not valid UTF-8.", field=field)
     return UserId(value)
@@ -45,6 +50,50 @@ def query_user_id(request: Request) -> UserId:
     if len(values) != 1:
         raise InvalidRequest("The query parameter 'user_id' is required, once.", field="user_id")
     return as_user_id(values[0], "user_id")
+
+
+def scopes_of(given: Mapping[str, str | None]) -> dict[str, str]:
+    """The entities among the given fields, at least one, each name checked. Raises InvalidRequest."""
+    named = {field: as_user_id(name, field) for field, name in given.items() if name is not None and field in FIELDS}
+    if not named:
+        others = ", ".join(field for field in FIELDS if field != "user_id")
+        raise InvalidRequest(f"'user_id' is required, or one of {others}.", field="user_id")
+    return dict(named)
+
+
+def query_scopes(request: Request) -> dict[str, str]:
+    """The entities that the query names, each at most once. Raises InvalidRequest."""
+    for field in FIELDS:
+        if len(request.query_params.getlist(field)) > 1:
+            raise InvalidRequest(f"The query parameter '{field}' may stand once.", field=field)
+    return scopes_of({field: request.query_params.get(field) for field in FIELDS})
+
+
+def query_entity(request: Request) -> Entity:
+    """The entity that owns what the query names. Raises InvalidRequest."""
+    return entities(query_scopes(request))[0]
+
+
+def query_flag(request: Request, name: str) -> bool:
+    """A yes or no out of the query, no where it is not there. Raises InvalidRequest."""
+    text = request.query_params.get(name, "false").lower()
+    if text not in ("true", "false", "1", "0"):
+        raise InvalidRequest(f"'{name}' must be true or false.", field=name)
+    return text in ("true", "1")
+
+
+def raw_segments(request: Request, prefix: str) -> list[str]:
+    """What stands behind `prefix` in the path, cut at its slashes and then decoded: a name may hold encoded ones.
+
+    Raises NotFound for what is not UTF-8.
+    """
+    raw: bytes = request.scope.get("raw_path") or request.scope["path"].encode()
+    path = raw.split(b"?")[0].decode("ascii", errors="replace")
+    rest = path[path.index(prefix) + len(prefix) :].removesuffix("/")
+    try:
+        return [unquote(segment, errors="strict") for segment in rest.split("/")]
+    except UnicodeDecodeError:
+        raise NotFound("The path is not valid UTF-8.") from None
 
 
 def query_int(request: Request, name: str, default: int, limit: int) -> int:

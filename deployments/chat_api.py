@@ -16,7 +16,9 @@ from typing import Any, TypeVar
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
+from deployments.api_docs import body as body_of
 from deployments.bodies import parse_body
+from deployments.callers import caller_of
 from deployments.http_errors import error_body, internal_error_body
 from deployments.messages import ChatCall, ChatDelta, ChatEvent, ChatFinished, ChatStarted
 from deployments.openai_api import ChatRequest, memory_object, model_object, usage
@@ -24,11 +26,19 @@ from deployments.owner_calls import OwnerCalls
 from deployments.settings import GatewaySettings
 from deployments.sse import DONE, EventStream, event
 from sharding.errors import EngineFailed, InvalidRequest, MemshardError, NotFound
+from sharding.scopes import Entity
 
 log = logging.getLogger(__name__)
 
 JSONObject = dict[str, Any]
 E = TypeVar("E", ChatStarted, ChatDelta)
+
+STREAM: dict[int | str, JSONObject] = {
+    200: {
+        "description": "One completion, or its chunks as server-sent events",
+        "content": {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {}},
+    }
+}
 
 
 def chat_routes(calls: OwnerCalls, settings: GatewaySettings) -> APIRouter:
@@ -36,12 +46,13 @@ def chat_routes(calls: OwnerCalls, settings: GatewaySettings) -> APIRouter:
     routes = APIRouter()
     created = int(time.time())
 
-    @routes.post("/v1/chat/completions")
+    @routes.post("/v1/chat/completions", openapi_extra=body_of(ChatRequest), responses=STREAM)
     async def chat_completions(request: Request) -> Response:
         body = parse_body(ChatRequest, await request.body())
         _check_model(body.model, settings)
         body.refuse_unsupported()
-        user = body.caller(_header_user_id(request))
+        named = body.caller(_header_user_id(request))
+        user = None if named is None else caller_of(request).owner(Entity("user", named))
         call = body.to_call(uuid.uuid4().hex, user, settings.default_top_k, settings.max_top_k)
         events = calls.chat(user, call)
         frame = _Frame(call, settings.model)

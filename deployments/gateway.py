@@ -12,43 +12,80 @@ Serve builds it inside the replica, on the event loop that serves requests, and 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import FastAPI
+from pydantic import BaseModel
 
+from deployments.api_docs import ERRORS, install_openapi
 from deployments.chat_api import chat_routes
 from deployments.health_api import health_routes
 from deployments.http_edge import RequestEdge
 from deployments.http_errors import install_error_handlers
+from deployments.mem0_bodies import (
+    AddRequest,
+    BatchRequest,
+    FeedbackRequest,
+    ListRequest,
+    SearchRequest,
+    UpdateRequest,
+)
+from deployments.mem0_oss_api import oss_routes
+from deployments.mem0_platform_api import platform_routes
+from deployments.memories import Memories
 from deployments.memories_api import memory_routes
+from deployments.openai_api import ChatRequest
 from deployments.owner_calls import OwnerCalls
 from deployments.owners import Owners, PlacementDirectory, Policy
 from deployments.settings import GatewaySettings
 from deployments.shard_client import ShardClient, Shards
 from sharding.directory import PlacementCache
+from sharding.registry import OwnerNames
+
+BODIES: list[type[BaseModel]] = [
+    AddRequest,
+    BatchRequest,
+    ChatRequest,
+    FeedbackRequest,
+    ListRequest,
+    SearchRequest,
+    UpdateRequest,
+]
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayStores:
+    """What a gateway asks Redis."""
+
+    directory: PlacementDirectory
+    names: OwnerNames
 
 
 class Gateway:
     """What a gateway process holds: the way to the shards, the directory's cache, its settings."""
 
-    def __init__(
-        self, shards: Shards, directory: PlacementDirectory, policy: Policy, settings: GatewaySettings
-    ) -> None:
+    def __init__(self, shards: Shards, stores: GatewayStores, policy: Policy, settings: GatewaySettings) -> None:
+        directory = stores.directory
         self.shards = shards
         self.settings = settings
         self.owners = Owners(directory, policy, PlacementCache(settings.cached_users), settings.reports_ttl_s)
         self.calls = OwnerCalls(shards, self.owners, settings.deadline_s)
+        self.memories = Memories(shards, self.calls, stores.names)
 
 
 def create_app(gateway: Gateway, stamps_request_id: bool = True) -> FastAPI:
     """The HTTP application. `stamps_request_id`: put X-Request-ID on responses (Serve's proxy does so itself)."""
     settings = gateway.settings
-    app = FastAPI(title="Memshard", redirect_slashes=False, docs_url=None, redoc_url=None)
+    app = FastAPI(title="Memshard", redirect_slashes=False, docs_url=None, redoc_url=None, responses=ERRORS)
     app.add_middleware(RequestEdge, max_body_bytes=settings.max_body_bytes, stamps_request_id=stamps_request_id)
     install_error_handlers(app)
     app.include_router(chat_routes(gateway.calls, settings))
-    app.include_router(memory_routes(gateway.shards, gateway.calls, settings))
+    app.include_router(platform_routes(gateway.memories, settings))
+    app.include_router(oss_routes(gateway.memories, settings))
+    app.include_router(memory_routes(gateway.memories, settings))
     app.include_router(health_routes(gateway.shards, gateway.owners, settings))
+    install_openapi(app, BODIES)
     return app
 
 
@@ -58,12 +95,12 @@ class GatewayReplica:
     def __init__(
         self,
         shards: Any,
-        open_directory: Callable[[], PlacementDirectory],
+        open_stores: Callable[[], GatewayStores],
         policy: Policy,
         settings: GatewaySettings,
     ) -> None:
-        """`shards`: the shard deployment's DeploymentHandle. `open_directory`: called once, in the replica."""
-        self._gateway = Gateway(ShardClient(shards), open_directory(), policy, settings)
+        """`shards`: the shard deployment's DeploymentHandle. `open_stores`: called once, in the replica."""
+        self._gateway = Gateway(ShardClient(shards), open_stores(), policy, settings)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Called by Serve after the constructor."""

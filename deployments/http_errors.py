@@ -17,12 +17,14 @@ from starlette.exceptions import HTTPException
 
 from sharding.errors import (
     Busy,
+    Conflict,
     ContextTooLong,
     DeadlineExceeded,
     EngineFailed,
     InvalidRequest,
     MemshardError,
     NotFound,
+    NotOffered,
     RequestError,
     RetryableError,
     TooLarge,
@@ -44,6 +46,8 @@ STATUSES: dict[type[MemshardError], Status] = {
     InvalidRequest: Status(400, "invalid_request_error", "invalid_request"),
     ContextTooLong: Status(400, "invalid_request_error", "context_length_exceeded"),
     NotFound: Status(404, "invalid_request_error", "not_found"),
+    Conflict: Status(409, "invalid_request_error", "conflict"),
+    NotOffered: Status(501, "invalid_request_error", "not_offered"),
     TooLarge: Status(413, "invalid_request_error", "too_large"),
     RequestError: Status(400, "invalid_request_error", "invalid_request"),
     Busy: Status(429, "rate_limit_error", "shard_busy"),
@@ -91,7 +95,7 @@ def install_error_handlers(app: FastAPI) -> None:
 
     async def on_memshard_error(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, MemshardError)
-        if (status := status_of(error).http) >= 500:
+        if (status := status_of(error).http) >= 500 and not isinstance(error, RequestError):
             trace = status == 500  # the others say what is away, and come in numbers
             log.warning("request %s: %s: %s", request.state.request_id, type(error).__name__, error, exc_info=trace)
         return error_response(error)

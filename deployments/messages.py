@@ -97,68 +97,6 @@ ChatEvent = ChatStarted | ChatDelta | ChatFinished
 
 
 @dataclass(frozen=True, slots=True)
-class FactView:
-    """A fact as clients see it. Times are ISO 8601 in UTC."""
-
-    id: FactId
-    user: UserId
-    text: str
-    created_at: str
-    updated_at: str
-    encoded: bool  # whether its KV is ready to be injected; until then it is served as text
-
-
-@dataclass(frozen=True, slots=True)
-class AddCall:
-    """Store each text as one fact; the texts are one conversation turn."""
-
-    request_id: str
-    placement: Placement
-    texts: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class AddedFact:
-    """Outcome for one text: "ADD" for a new fact, "NONE" where the user already had it."""
-
-    fact: FactView
-    event: Literal["ADD", "NONE"]
-
-
-@dataclass(frozen=True, slots=True)
-class ListCall:
-    """One page of a user's facts in the order of their creation; `page` counts from 1."""
-
-    request_id: str
-    placement: Placement
-    page: int = 1
-    page_size: int = 100
-
-
-@dataclass(frozen=True, slots=True)
-class FactPage:
-    total: int
-    facts: tuple[FactView, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class FactCall:
-    """Get or delete one fact."""
-
-    request_id: str
-    placement: Placement
-    fact_id: FactId
-
-
-@dataclass(frozen=True, slots=True)
-class ForgetCall:
-    """Delete every fact of a user."""
-
-    request_id: str
-    placement: Placement
-
-
-@dataclass(frozen=True, slots=True)
 class ShardStatus:
     """What a shard reports of itself, in its heartbeat and to `memshard status`."""
 

@@ -15,11 +15,12 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AsyncExitStack, aclosing, suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from ray import serve
 
-from deployments.messages import AddCall, ChatCall, ChatEvent, FactCall, ForgetCall, ListCall, ShardStatus
+from deployments.memory_calls import MemoryCall
+from deployments.messages import ChatCall, ChatEvent, ShardStatus
 from deployments.settings import ShardSettings
 from sharding.client import connect
 from sharding.directory import Directory
@@ -32,8 +33,6 @@ from sharding.placement import ShardReport
 
 if TYPE_CHECKING:
     from deployments.shard import Shard
-
-T = TypeVar("T")
 
 OpenShard = Callable[[ShardSettings, ShardId, Directory, FactStore, Lease], "Awaitable[Shard]"]
 """What `deployments.shard_start.open_shard` is."""
@@ -87,29 +86,10 @@ class ShardReplica:
             except MemshardError as error:
                 yield self._told(error)
 
-    async def add(self, call: AddCall) -> Any:
-        """See `Shard.add`."""
-        return await self._answer(self._shard.add(call))
-
-    async def list_facts(self, call: ListCall) -> Any:
-        """See `Shard.list_facts`."""
-        return await self._answer(self._shard.list_facts(call))
-
-    async def get_fact(self, call: FactCall) -> Any:
-        """See `Shard.get_fact`."""
-        return await self._answer(self._shard.get_fact(call))
-
-    async def delete_fact(self, call: FactCall) -> Any:
-        """See `Shard.delete_fact`."""
-        return await self._answer(self._shard.delete_fact(call))
-
-    async def forget(self, call: ForgetCall) -> Any:
-        """See `Shard.forget`."""
-        return await self._answer(self._shard.forget(call))
-
-    async def _answer(self, call: Awaitable[T]) -> T | MemshardError:
+    async def ask(self, call: MemoryCall[Any]) -> Any:
+        """See `Shard.ask`."""
         try:
-            return await call
+            return await self._shard.ask(call)
         except MemshardError as error:
             return self._told(error)
 
@@ -134,7 +114,7 @@ class ShardReplica:
             requests_in_flight=shard.requests_in_flight,
             encode_backlog=shard.encoder.backlog(),
             tiers=(("device", shard.ledger.bytes, shard.ledger.budget_bytes),),
-            counters=dict(shard.counters),
+            counters={**shard.counters, "facts_added": shard.writes.facts_added},
         )
 
     async def check_health(self) -> None:

@@ -9,6 +9,9 @@ import asyncio
 from contextlib import suppress
 from weakref import WeakKeyDictionary
 
+import numpy as np
+from numpy.typing import NDArray
+
 from connector.ledger import ChunkLedger
 from connector.plan import Piece
 from connector.template import PromptTemplate
@@ -50,7 +53,7 @@ class Residents:
         self._window_facts = window_facts
         self._room_tokens = room_tokens
         self._chunks: WeakKeyDictionary[UserMemory, FactChunks] = WeakKeyDictionary()
-        self._lines: WeakKeyDictionary[UserMemory, dict[FactId, Line]] = WeakKeyDictionary()
+        self._lines: WeakKeyDictionary[UserMemory, dict[FactId, tuple[str, Line]]] = WeakKeyDictionary()
         self._indexing: WeakKeyDictionary[UserMemory, asyncio.Lock] = WeakKeyDictionary()
 
     async def changed(self, memory: UserMemory) -> None:
@@ -58,15 +61,17 @@ class Residents:
         ones come in the background. Raises `EngineFailed` where the workers did not confirm that they are gone."""
         user = memory.placement.user
         lines = self._lines.setdefault(memory, {})
-        for fact in memory.facts:
-            if fact.id not in lines:
-                lines[fact.id] = Line(fact.id, fact.seq, tuple(self._template.fact(fact.text)))
-        for gone in lines.keys() - {fact.id for fact in memory.facts}:
+        current = memory.current()
+        for fact in current:
+            known = lines.get(fact.id)
+            if known is None or known[0] != fact.text:
+                lines[fact.id] = fact.text, Line(fact.id, fact.seq, tuple(self._template.fact(fact.text)))
+        for gone in lines.keys() - {fact.id for fact in current}:
             del lines[gone]
         chunks = self._chunks.get(memory)
         if chunks is None:
             chunks = self._chunks[memory] = self._no_chunks(user)
-        chunks.update([lines[fact.id] for fact in memory.facts])
+        chunks.update([lines[fact.id][1] for fact in current])
         await self._encoder.submit(user, chunks)
         wanted = set(chunks.ids())
         await self._encoder.forget([id_ for id_ in self._ledger.ids_of(user) if id_ not in wanted])
@@ -77,12 +82,13 @@ class Residents:
             await self.changed(memory)
 
     async def ready(self, memory: UserMemory) -> FactChunks:
-        """The user's chunks, set up on first touch; every fact is in the index when this returns.
+        """The user's chunks, set up on first touch; every fact is in the index when this returns. Chunks of facts whose
+        last day has passed are dropped, with those that were encoded behind them.
 
         Chunks that are missing (evicted for another user, say) are encoded again in the background, where nobody who is
         active has to give theirs.
         """
-        if memory not in self._chunks:
+        if memory not in self._chunks or memory.expired() & self._lines[memory].keys():
             await self.added(memory)
         await self.index(memory)
         chunks, user = self._chunks[memory], memory.placement.user
@@ -110,10 +116,15 @@ class Residents:
             with suppress(Unavailable, WrongShard):  # derived: whoever loads this user next computes them again
                 await self._store.put_embeddings(memory.placement, embeddings)
 
+    async def embedding(self, text: str) -> bytes:
+        """The embedding of a text, as it is kept in Redis."""
+        vector: NDArray[np.float32] = (await self._embedder.embed([text]))[0]
+        return vector.tobytes()
+
     def encoded(self, memory: UserMemory, fact: FactId) -> bool:
         """Whether the fact can be injected now."""
         chunks = self._chunks.get(memory)
-        return chunks is not None and self._is_resident(chunks.piece(fact))
+        return chunks is not None and fact in self._lines[memory] and self._is_resident(chunks.piece(fact))
 
     def servable(self, piece: Piece) -> Piece:
         """The piece as it can be served now: without its chunk, where that is not here."""

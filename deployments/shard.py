@@ -9,13 +9,10 @@ the replica's unique id, which is also the shard's name: a restarted replica is 
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import aclosing, contextmanager
 from dataclasses import replace
-from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 from connector.ledger import SHARED, ChunkLedger
@@ -25,30 +22,30 @@ from connector.template import PromptTemplate
 from deployments.chat_plan import ChatPlan, ChatPlanner
 from deployments.encoder import Encoder
 from deployments.heads import Heads
-from deployments.messages import (
+from deployments.memory_calls import (
     AddCall,
-    AddedFact,
-    ChatCall,
-    ChatDelta,
-    ChatEvent,
-    ChatFinished,
-    ChatStarted,
+    DeleteCall,
+    ExportCall,
     FactCall,
-    FactPage,
-    FactView,
+    FeedbackCall,
     ForgetCall,
+    HistoryCall,
     ListCall,
-    MemoryUse,
+    MemoryCall,
+    SearchCall,
+    UpdateCall,
 )
+from deployments.memory_reads import MemoryReads
+from deployments.memory_writes import MemoryWrites
+from deployments.messages import ChatCall, ChatDelta, ChatEvent, ChatFinished, ChatStarted, MemoryUse
 from deployments.ports import Embeds
 from deployments.resident import Residents
-from sharding.errors import Busy, EngineFailed, InvalidRequest, NotFound, TooLarge, WrongShard
-from sharding.facts import Fact, FactStore
-from sharding.ids import FactId, Placement, UserId
-from sharding.user_memory import UserMemory, UserTable
+from deployments.resident_use import ResidentUse
+from sharding.errors import Busy, EngineFailed
+from sharding.facts import FactStore
+from sharding.user_memory import UserTable
 
 T = TypeVar("T")
-log = logging.getLogger(__name__)
 
 
 class Shard:
@@ -77,14 +74,29 @@ class Shard:
         self.embedder = embedder
         self.template = template
         self.table = table
+        self.users = ResidentUse(table, residents)
         self.store = store
         self.planner = ChatPlanner(engine, template, embedder, heads, residents)
         self.requests_in_flight = 0
-        self.counters = {"chats_inject": 0, "chats_prompt": 0, "chats_off": 0, "facts_added": 0}
+        self.counters = {"chats_inject": 0, "chats_prompt": 0, "chats_off": 0}
         self.counters |= {"injected_tokens": 0, "prefix_cached_tokens": 0, "fallbacks": 0}
         self._max_requests_in_flight = max_requests_in_flight
-        self._max_fact_tokens = max_fact_tokens
-        self._background: set[asyncio.Task[Any]] = set()
+        self.reads = reads = MemoryReads(self.users, residents, store, embedder)
+        self.writes = writes = MemoryWrites(
+            self.users, residents, store, template, reads, max_fact_tokens=max_fact_tokens
+        )
+        self._answers: dict[type, Callable[[Any], Awaitable[Any]]] = {
+            AddCall: writes.add,
+            UpdateCall: writes.update,
+            DeleteCall: writes.delete,
+            ForgetCall: writes.forget,
+            FeedbackCall: writes.feedback,
+            ListCall: reads.list_facts,
+            SearchCall: reads.search,
+            FactCall: reads.get_fact,
+            HistoryCall: reads.history,
+            ExportCall: reads.export,
+        }
 
     async def warm_up(self) -> None:
         """Runs each path once: the default head is encoded and injected, a sentence embedded."""
@@ -128,7 +140,7 @@ class Shard:
             return await self.planner.plain(call, MemoryUse("off"))
         if call.placement is None:
             return await self.planner.plain(call, MemoryUse(call.mode))
-        async with self._use(call.placement) as memory:
+        async with self.users.use(call.placement) as memory:
             return await self.planner.with_memory(call, memory)
 
     async def _events(self, plan: ChatPlan, deltas: AsyncIterator[EngineDelta]) -> AsyncGenerator[ChatEvent, None]:
@@ -171,111 +183,8 @@ class Shard:
 
     # -- memories ---------------------------------------------------------------------------------------------------
 
-    async def add(self, call: AddCall) -> tuple[AddedFact, ...]:
-        """Stores facts; they are durable when this returns, and found by the next chat.
-
-        Raises `TooLarge` for a fact of too many tokens, `InvalidRequest` for a blank one; then nothing is stored.
-        """
-        for text in call.texts:
-            if not text.strip():
-                raise InvalidRequest("A fact's text is blank.", field="messages")
-            tokens = len(self.template.fact(text))
-            if tokens > self._max_fact_tokens:
-                raise TooLarge(
-                    f"A fact takes {tokens} tokens; at most {self._max_fact_tokens} are allowed. Split it.",
-                    field="messages",
-                )
-        return await self._to_its_end(self._add(call))
-
-    async def _add(self, call: AddCall) -> tuple[AddedFact, ...]:
-        async with self._use(call.placement) as memory, memory.write_lock:
-            added = await self.store.append(call.placement, call.texts, call.request_id, datetime.now(UTC))
-            memory.add(fact for fact, _ in added)
-            await self.residents.added(memory)
-            self.counters["facts_added"] += sum(event == "ADD" for _, event in added)
-            self._soon("Indexing is left to the next chat", self._index(call.placement))
-            return tuple(AddedFact(self._view(memory, fact), event) for fact, event in added)
-
-    async def list_facts(self, call: ListCall) -> FactPage:
-        """One page, oldest first."""
-        async with self._use(call.placement) as memory:
-            await self.residents.ready(memory)
-            start = (call.page - 1) * call.page_size
-            facts = memory.facts[start : start + call.page_size]
-            return FactPage(len(memory), tuple(self._view(memory, fact) for fact in facts))
-
-    async def get_fact(self, call: FactCall) -> FactView:
-        """Raises `NotFound`."""
-        async with self._use(call.placement) as memory:
-            await self.residents.ready(memory)
-            fact = memory.get(call.fact_id)
-            if fact is None:
-                raise _no_fact(call.fact_id)
-            return self._view(memory, fact)
-
-    async def delete_fact(self, call: FactCall) -> None:
-        """When this returns the fact is gone: from Redis, the index, and every chunk that was encoded from it or behind
-        it on this shard. Raises `NotFound`."""
-        await self._to_its_end(self._delete_fact(call))
-
-    async def _delete_fact(self, call: FactCall) -> None:
-        async with self._use(call.placement) as memory, memory.write_lock:
-            deleted = await self.store.delete(call.placement, call.fact_id)
-            known = memory.remove(call.fact_id)
-            await self.residents.changed(memory)  # also where it is gone already: from the workers perhaps it is not
-            if not deleted and not known:
-                raise _no_fact(call.fact_id)
-
-    async def forget(self, call: ForgetCall) -> int:
-        """Deletes all of a user's facts, as `delete_fact` does; how many there were."""
-        return await self._to_its_end(self._forget(call))
-
-    async def _forget(self, call: ForgetCall) -> int:
-        async with self._use(call.placement) as memory, memory.write_lock:
-            count = await self.store.delete_all(call.placement)
-            memory.clear()
-            await self.residents.changed(memory)
-            return count
-
-    @asynccontextmanager
-    async def _use(self, placement: Placement) -> AsyncIterator[UserMemory]:
-        """The user's memory, kept while in use; a user that turns out to be another shard's is forgotten here."""
-        try:
-            async with self.table.use(placement) as memory:
-                yield memory
-        except WrongShard:
-            self.table.drop(placement)
-            if placement.user not in self.table:  # may be held under another placement
-                self._soon("Chunks of a user who left are dropped later", self.residents.left(placement.user))
-            raise
-
-    async def _to_its_end(self, write: Coroutine[Any, Any, T]) -> T:
-        """A write goes on where its caller has gone away: what is done in Redis has to be done here, too."""
-        task = asyncio.create_task(write)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
-        return await asyncio.shield(task)
-
-    async def _index(self, placement: Placement) -> None:
-        async with self._use(placement) as memory:
-            await self.residents.index(memory)
-
-    def _soon(self, else_: str, work: Coroutine[Any, Any, None]) -> None:
-        """Work that nobody waits for; `else_` says what its failure means."""
-
-        def done(task: asyncio.Task[None]) -> None:
-            self._background.discard(task)
-            if not task.cancelled() and (error := task.exception()) is not None:
-                log.warning("%s: %s", else_, error)
-
-        task = asyncio.create_task(work)
-        self._background.add(task)
-        task.add_done_callback(done)
-
-    def _view(self, memory: UserMemory, fact: Fact) -> FactView:
-        encoded = self.residents.encoded(memory, fact.id)
-        return FactView(fact.id, UserId(fact.user), fact.text, fact.created_at, fact.updated_at, encoded)
-
-
-def _no_fact(fact_id: FactId) -> NotFound:
-    return NotFound(f"This user has no memory with the id {fact_id}.", field="memory_id")
+    async def ask(self, call: MemoryCall[T]) -> T:
+        """Answers a call about one owner's memory; see `memory_reads.py` and `memory_writes.py` for what each does and
+        raises."""
+        answer: T = await self._answers[type(call)](call)
+        return answer

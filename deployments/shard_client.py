@@ -9,24 +9,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-from deployments.messages import (
-    AddCall,
-    AddedFact,
-    ChatCall,
-    ChatEvent,
-    ChatFinished,
-    FactCall,
-    FactPage,
-    FactView,
-    ForgetCall,
-    ListCall,
-    ShardStatus,
-)
+from deployments.memory_calls import MemoryCall
+from deployments.messages import ChatCall, ChatEvent, ChatFinished, ShardStatus
 from deployments.ray_errors import as_memshard_error
 from sharding.errors import DeadlineExceeded, MemshardError, ShardGone
 from sharding.ids import ShardId
+
+T = TypeVar("T")
 
 
 class Shards(Protocol):
@@ -39,20 +30,8 @@ class Shards(Protocol):
     def chat(self, shard: ShardId, call: ChatCall, deadline_s: float) -> AsyncGenerator[ChatEvent, None]:
         """The shard's events as they come. Closing the generator early aborts the generation in the shard."""
 
-    async def add(self, shard: ShardId, call: AddCall, deadline_s: float) -> tuple[AddedFact, ...]:
-        """Store facts; they are durable when this returns."""
-
-    async def list_facts(self, shard: ShardId, call: ListCall, deadline_s: float) -> FactPage:
-        """One page of a user's facts."""
-
-    async def get_fact(self, shard: ShardId, call: FactCall, deadline_s: float) -> FactView:
-        """One fact; raises NotFound."""
-
-    async def delete_fact(self, shard: ShardId, call: FactCall, deadline_s: float) -> None:
-        """Delete one fact; raises NotFound."""
-
-    async def forget(self, shard: ShardId, call: ForgetCall, deadline_s: float) -> int:
-        """Delete all of a user's facts; returns how many there were."""
+    async def ask(self, shard: ShardId, call: MemoryCall[T], deadline_s: float) -> T:
+        """The answer to a call about one owner's memory."""
 
     async def status(self, shard: ShardId, deadline_s: float) -> ShardStatus:
         """What the shard says of itself now."""
@@ -91,20 +70,8 @@ class ShardClient(Shards):
             if not finished:
                 _abort(response)
 
-    async def add(self, shard: ShardId, call: AddCall, deadline_s: float) -> tuple[AddedFact, ...]:
-        return await self._call(shard, "add", deadline_s, call)  # type: ignore[no-any-return]
-
-    async def list_facts(self, shard: ShardId, call: ListCall, deadline_s: float) -> FactPage:
-        return await self._call(shard, "list_facts", deadline_s, call)  # type: ignore[no-any-return]
-
-    async def get_fact(self, shard: ShardId, call: FactCall, deadline_s: float) -> FactView:
-        return await self._call(shard, "get_fact", deadline_s, call)  # type: ignore[no-any-return]
-
-    async def delete_fact(self, shard: ShardId, call: FactCall, deadline_s: float) -> None:
-        await self._call(shard, "delete_fact", deadline_s, call)
-
-    async def forget(self, shard: ShardId, call: ForgetCall, deadline_s: float) -> int:
-        return await self._call(shard, "forget", deadline_s, call)  # type: ignore[no-any-return]
+    async def ask(self, shard: ShardId, call: MemoryCall[T], deadline_s: float) -> T:
+        return await self._call(shard, "ask", deadline_s, call)  # type: ignore[no-any-return]
 
     async def status(self, shard: ShardId, deadline_s: float) -> ShardStatus:
         return await self._call(shard, "status", deadline_s)  # type: ignore[no-any-return]

@@ -1,11 +1,22 @@
--- Remove one fact and every trace of it. After fence.lua.
--- KEYS[2] facts, KEYS[3] order, KEYS[4] hashes, KEYS[5] embeddings. ARGV[3] fact id. Returns 1, or 0 if unknown.
-local record = redis.call('HGET', KEYS[2], ARGV[3])
-if not record then
-  return 0
+-- Remove facts and every trace of them: earlier versions, and the turns they were taken from. After fence.lua.
+-- KEYS[2] facts, [3] order, [4] hashes, [5] embeddings, [6] history, [7] turns, [8] feedback.
+-- ARGV[3] versions that the history keeps, ARGV[4..] fact ids. Returns how many there were.
+local count = 0
+for i = 4, #ARGV do
+  local id = ARGV[i]
+  local record = redis.call('HGET', KEYS[2], id)
+  if record then
+    local fact = cjson.decode(record)
+    redis.call('HDEL', KEYS[2], id)
+    redis.call('ZREM', KEYS[3], id)
+    redis.call('HDEL', KEYS[4], fact.text_hash)
+    redis.call('HDEL', KEYS[5], id)
+    for version = math.max(1, fact.version - tonumber(ARGV[3])), fact.version - 1 do
+      redis.call('HDEL', KEYS[6], id .. ':' .. version)
+    end
+    redis.call('HDEL', KEYS[7], fact.turn_id)
+    redis.call('HDEL', KEYS[8], id)
+    count = count + 1
+  end
 end
-redis.call('HDEL', KEYS[2], ARGV[3])
-redis.call('ZREM', KEYS[3], ARGV[3])
-redis.call('HDEL', KEYS[4], cjson.decode(record).text_hash)
-redis.call('HDEL', KEYS[5], ARGV[3])
-return 1
+return count

@@ -9,6 +9,8 @@ do. Whether a retry can help is the class, never a flag. HTTP statuses are assig
     │   ├── InvalidRequest      400   a field is missing, malformed or out of range (`field` names it)
     │   ├── ContextTooLong      400   prompt + max_tokens do not fit the model
     │   ├── NotFound            404   no such fact, user or model
+    │   ├── Conflict            409   it would contradict what is stored
+    │   ├── NotOffered          501   a part of another API that this server does not have
     │   └── TooLarge            413   a fact or a body over its limit
     ├── RetryableError          the same request may succeed later (`retry_after_s`)
     │   ├── Busy                429   this shard's queue is full
@@ -57,6 +59,14 @@ class ContextTooLong(RequestError):
 
 class NotFound(RequestError):
     """No such fact, user or model."""
+
+
+class Conflict(RequestError):
+    """The change would contradict what is stored."""
+
+
+class NotOffered(RequestError):
+    """A part of another server's API that this one does not have."""
 
 
 class TooLarge(RequestError):

@@ -1,4 +1,4 @@
-"""A user's facts as Redis keeps them: durable, deduplicated, in order, and writable by the owner only.
+"""A user's facts as Redis keeps them: durable, deduplicated, in order, versioned, and writable by the owner only.
 
 Every write carries the caller's placement and is fenced inside its Lua script: a shard that lost the user gets
 `WrongShard` and has changed nothing. What a process holds of these facts is `user_memory.py`'s.
@@ -9,71 +9,50 @@ the same `turn_id` is the same call, whichever shard repeats it.
 
 from __future__ import annotations
 
-import hashlib
 import json
-import unicodedata
-import uuid
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from datetime import UTC, datetime
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime
 from typing import Any, Literal
 
 from redis.asyncio import Redis
 from redis.commands.core import AsyncScript
 
 from sharding.directory import not_owner
-from sharding.errors import InvalidRequest
+from sharding.errors import Conflict, NotFound
+from sharding.fact_records import Fact, Told, dump_fact, instant, load_fact, text_hash
 from sharding.ids import FactId, Placement, UserId
 from sharding.keys import KeySpace
 from sharding.redis_errors import redis_errors
+from sharding.registry import Registry
+from sharding.scopes import new_id
 from sharding.scripts import script
+
+__all__ = ["AddEvent", "Fact", "FactStore", "Told", "text_hash"]
 
 AddEvent = Literal["ADD", "NONE"]
 
 EMBEDDINGS_A_SCRIPT = 512  # bounds how long one script keeps Redis from others: about 1 MB of vectors
-
-
-@dataclass(frozen=True, slots=True)
-class Fact:
-    """One remembered text. Times are ISO 8601 in UTC."""
-
-    id: FactId
-    user: UserId
-    text: str  # as it was told, not normalised
-    text_hash: str  # `text_hash(text)`, in hex
-    turn_id: str  # facts told together share it
-    seq: int  # grows with every fact of the user; never given out twice
-    version: int  # 1 for a fact never changed
-    created_at: str
-    updated_at: str
-    embedding: bytes | None = None  # float32, little endian; None until it was computed
-
-
-def text_hash(text: str) -> str:
-    """SHA-256 in hex of `text` in NFC, stripped, each run of whitespace as one space: what makes two facts the same.
-
-    Raises `InvalidRequest` for text that UTF-8 cannot hold (lone surrogates).
-    """
-    try:
-        normalised = " ".join(unicodedata.normalize("NFC", text).split())
-        return hashlib.sha256(normalised.encode()).hexdigest()
-    except UnicodeEncodeError as error:
-        raise InvalidRequest("A fact's text holds characters that are not valid Unicode.", field="text") from error
+DELETIONS_A_SCRIPT = 512
+VERSIONS_KEPT = 100  # of one fact, beside the one that stands
 
 
 class FactStore:
     """Reads and fenced writes of facts. Every method raises `Unavailable` where Redis is away."""
 
     def __init__(self, redis: Redis, keys: KeySpace) -> None:
+        self.registry = Registry(redis, keys)
         self._redis = redis
         self._keys = keys
         self._append = script(redis, "fence", "append")
         self._embed = script(redis, "fence", "embed")
+        self._update = script(redis, "fence", "update")
         self._delete = script(redis, "fence", "delete")
         self._delete_all = script(redis, "fence", "delete_all")
+        self._feedback = script(redis, "fence", "feedback")
 
     async def append(
-        self, placement: Placement, texts: Sequence[str], turn_id: str, now: datetime
+        self, placement: Placement, texts: Sequence[str | Told], turn_id: str, now: datetime
     ) -> list[tuple[Fact, AddEvent]]:
         """Store the texts of one turn, all or none; for each, in order, the fact that stands and whether it is new.
 
@@ -82,14 +61,30 @@ class FactStore:
         `now` is timezone-aware. When this returns, the facts are as durable as Redis makes them.
         """
         user = placement.user
-        at = now.astimezone(UTC).isoformat(timespec="milliseconds")
+        at = instant(now)
         arguments: list[str | bytes] = []
-        for text in texts:
-            id, digest = str(uuid.uuid4()), text_hash(text)
-            arguments += [digest, id, _record(FactId(id), text, digest, turn_id, at)]
+        for one in texts:
+            told = Told(one) if isinstance(one, str) else one
+            id, digest = new_id(user), text_hash(told.text)
+            fact = Fact(
+                id=id,
+                user=user,
+                text=told.text,
+                text_hash=digest,
+                turn_id=turn_id,
+                seq=0,
+                version=1,
+                created_at=at,
+                updated_at=at,
+                role=told.role,
+                scopes=told.scopes,
+                metadata=told.metadata,
+                expires_on=told.expires_on,
+            )
+            arguments += [digest, id, dump_fact(fact)]
         keys = [self._keys.facts(user), self._keys.order(user), self._keys.hashes(user), self._keys.seq(user)]
         outcomes = await self._fenced("store facts", self._append, placement, keys, arguments)
-        return [(_fact(user, record, int(seq)), "ADD" if added else "NONE") for added, seq, record in outcomes]
+        return [(load_fact(user, record, int(seq)), "ADD" if added else "NONE") for added, seq, record in outcomes]
 
     async def load(self, user: UserId) -> list[Fact]:
         """All facts of a user in seq order, with embeddings where there are any. One round trip."""
@@ -99,7 +94,7 @@ class FactStore:
                 pipe.zrange(self._keys.order(user), 0, -1, withscores=True)
                 pipe.hgetall(self._keys.embeddings(user))
                 records, order, embeddings = await pipe.execute()
-        return [_fact(user, records[id], int(seq), embeddings.get(id)) for id, seq in order]
+        return [load_fact(user, records[id], int(seq), embeddings.get(id)) for id, seq in order]
 
     async def put_embeddings(self, placement: Placement, embeddings: Mapping[FactId, bytes]) -> None:
         """Keep embeddings (float32 bytes, little endian) by fact id; ids that no longer exist are passed over."""
@@ -109,17 +104,75 @@ class FactStore:
             some = flat[start : start + 2 * EMBEDDINGS_A_SCRIPT]
             await self._fenced("store embeddings", self._embed, placement, keys, some)
 
-    async def delete(self, placement: Placement, fact_id: FactId) -> bool:
-        """Remove a fact with its embedding and its dedupe entry. False if the user has no such fact."""
+    async def update(
+        self, placement: Placement, fact: Fact, *, now: datetime, embedding: bytes | None = None, **changes: Any
+    ) -> Fact:
+        """A new version of `fact` with `changes` (`text`, `metadata`, `expires_on`); text and embedding in one step.
+
+        `embedding` belongs to a changed text. The version that was replaced stays in the history, the last
+        `VERSIONS_KEPT` of them. Raises `Conflict` where the user has another fact with this text, `NotFound` where
+        `fact` does not stand any more.
+        """
+        digest = text_hash(changes.get("text", fact.text))
+        new = replace(fact, text_hash=digest, version=fact.version + 1, updated_at=instant(now), **changes)
         user = placement.user
-        keys = [self._keys.facts(user), self._keys.order(user), self._keys.hashes(user), self._keys.embeddings(user)]
-        return bool(await self._fenced("delete a fact", self._delete, placement, keys, [fact_id]))
+        keys = [self._keys.facts(user), self._keys.hashes(user), self._keys.embeddings(user), self._keys.history(user)]
+        arguments: list[str | bytes] = [
+            fact.id,
+            str(fact.version),
+            dump_fact(new),
+            digest,
+            embedding or b"",
+            str(VERSIONS_KEPT),
+        ]
+        outcome = int(await self._fenced("change a fact", self._update, placement, keys, arguments))
+        if outcome < 0:
+            raise Conflict("Another memory of this user has this text already; delete one of them.", field="text")
+        if outcome == 0:
+            raise NotFound("This memory was changed or deleted meanwhile.", field="memory_id")
+        return new
+
+    async def history(self, fact: Fact) -> list[Fact]:
+        """The versions of `fact` that were replaced, oldest first."""
+        first = max(1, fact.version - VERSIONS_KEPT)
+        names = [f"{fact.id}:{version}" for version in range(first, fact.version)]
+        if not names:
+            return []
+        with redis_errors("read a fact's history"):
+            records: list[Any] = await self._redis.hmget(self._keys.history(fact.user), names)
+        return [load_fact(fact.user, record, fact.seq) for record in records if record is not None]
+
+    async def put_feedback(self, placement: Placement, fact_id: FactId, said: Mapping[str, Any] | None) -> None:
+        """Keep what a reader said of a fact, in the place of what was said before; None takes it back."""
+        keys = [self._keys.facts(placement.user), self._keys.feedback(placement.user)]
+        dumped = "" if said is None else json.dumps(said, ensure_ascii=False)
+        await self._fenced("keep feedback", self._feedback, placement, keys, [fact_id, dumped])
+
+    async def feedback(self, user: UserId) -> dict[FactId, dict[str, Any]]:
+        """What was said of each of the user's facts."""
+        with redis_errors("read feedback"):
+            kept: dict[Any, Any] = await self._redis.hgetall(self._keys.feedback(user))
+        return {FactId(id.decode()): json.loads(said) for id, said in kept.items()}
+
+    async def delete(self, placement: Placement, fact_ids: Iterable[FactId]) -> int:
+        """Remove facts with their embeddings, dedupe entries, history and feedback, and the turns they were taken from.
+        How many there were."""
+        ids, keys, count = list(fact_ids), self._everything(placement.user), 0
+        for start in range(0, len(ids), DELETIONS_A_SCRIPT):
+            arguments = [str(VERSIONS_KEPT), *ids[start : start + DELETIONS_A_SCRIPT]]
+            count += int(await self._fenced("delete facts", self._delete, placement, keys, arguments))
+        return count
 
     async def delete_all(self, placement: Placement) -> int:
         """Remove every fact of the user; how many there were. The placement stays, so fencing goes on."""
-        user = placement.user
-        keys = [self._keys.facts(user), self._keys.order(user), self._keys.hashes(user), self._keys.embeddings(user)]
+        keys = self._everything(placement.user)
         return int(await self._fenced("delete a user's facts", self._delete_all, placement, keys, []))
+
+    def _everything(self, user: UserId) -> list[str]:
+        """The keys that hold what a user said, the facts first; `delete.lua` knows their order."""
+        keys = self._keys
+        names = (keys.facts, keys.order, keys.hashes, keys.embeddings, keys.history, keys.turns, keys.feedback)
+        return [name(user) for name in names]
 
     async def _fenced(
         self,
@@ -136,21 +189,3 @@ class FactStore:
         if result is None:
             raise not_owner(placement)
         return result
-
-
-def _record(id: FactId, text: str, digest: str, turn_id: str, at: str) -> bytes:
-    # `delete.lua` reads text_hash; seq and embedding live beside the record, under keys of their own.
-    record = {
-        "id": id,
-        "text": text,
-        "text_hash": digest,
-        "turn_id": turn_id,
-        "version": 1,
-        "created_at": at,
-        "updated_at": at,
-    }
-    return json.dumps(record, ensure_ascii=False).encode()
-
-
-def _fact(user: UserId, record: bytes, seq: int, embedding: bytes | None = None) -> Fact:
-    return Fact(user=user, seq=seq, embedding=embedding, **json.loads(record))

@@ -5,14 +5,19 @@
     <ns>:{<user>}:order           zset    fact id -> seq          the order in which facts were told
     <ns>:{<user>}:hashes          hash    text hash -> fact id    what the user already has
     <ns>:{<user>}:embeddings      hash    fact id -> float32 bytes
+    <ns>:{<user>}:history         hash    <fact id>:<version> -> record of a version that was replaced
+    <ns>:{<user>}:turns           hash    turn id -> messages that facts were distilled from
+    <ns>:{<user>}:feedback        hash    fact id -> what its reader said of it
+    <ns>:{<user>}:event:<id>      string  an add that can be polled, with a TTL
     <ns>:{<user>}:seq             int     last seq given out; outlives deletions
     <ns>:{shards:<model>}         set     ids of shards that may be alive
     <ns>:{shards:<model>}:<id>    string  a shard's last report, with a TTL
+    <ns>:{tenant:<tenant>}:…      what the tenant has: see `registry.py`
 
 The braces are Redis Cluster's hash tag: all keys of one user, and all keys of one model's shards, lie in one
 slot, so a Lua script may touch them together. User ids are percent-encoded, so that no id (braces, colons,
 control characters, lone surrogates) can leave its tag or meet another's; an encoded id holds no colon, so no
-user shares the shards' tag.
+user shares the shards' tag or a tenant's.
 """
 
 from __future__ import annotations
@@ -45,6 +50,22 @@ class KeySpace:
 
     def embeddings(self, user: UserId) -> str:
         return f"{self._of(user)}:embeddings"
+
+    def history(self, user: UserId) -> str:
+        return f"{self._of(user)}:history"
+
+    def turns(self, user: UserId) -> str:
+        return f"{self._of(user)}:turns"
+
+    def feedback(self, user: UserId) -> str:
+        return f"{self._of(user)}:feedback"
+
+    def event(self, user: UserId, event_id: str) -> str:
+        return f"{self._of(user)}:event:{_escape(event_id)}"
+
+    def tenant(self, tenant: str) -> str:
+        """What the keys of a tenant's registry begin with."""
+        return f"{_escape(self.namespace)}:{{tenant:{_escape(tenant)}}}"
 
     def seq(self, user: UserId) -> str:
         return f"{self._of(user)}:seq"

@@ -12,114 +12,21 @@ from __future__ import annotations
 
 import asyncio
 import math
-from bisect import bisect_left
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
-
-import numpy as np
-from numpy.typing import ArrayLike
+from dataclasses import dataclass
 
 from sharding.directory import Directory, not_owner
 from sharding.errors import Busy, Unavailable
-from sharding.facts import Fact, FactStore
-from sharding.ids import FactId, Placement, ShardId, UserId
-from sharding.index import ExactIndex
+from sharding.facts import FactStore
+from sharding.ids import Placement, ShardId, UserId
 from sharding.lease import Lease
+from sharding.memory import UserMemory
+
+__all__ = ["UserMemory", "UserTable"]
 
 ASK_AGAIN_S = 1.0  # after Redis failed to answer, how long the grace period serves without asking again
-
-
-class UserMemory:
-    """One user's facts in the order they were told, and their vector index. Vectors are float32 [dim].
-
-    Facts that were indexed do not keep their `embedding`: the index holds it. Whoever changes Redis and then
-    this does both under `write_lock`.
-    """
-
-    def __init__(self, placement: Placement, dim: int, facts: Iterable[Fact] = ()) -> None:
-        self.placement = placement
-        self.write_lock = asyncio.Lock()
-        self._dim = dim
-        self._facts: list[Fact] = []  # by seq
-        self._by_id: dict[FactId, Fact] = {}
-        self._index = ExactIndex(dim)
-        self.add(facts)
-
-    def __len__(self) -> int:
-        return len(self._facts)
-
-    def __contains__(self, fact_id: object) -> bool:
-        return fact_id in self._by_id
-
-    @property
-    def facts(self) -> Sequence[Fact]:
-        """All facts, oldest first. A view: it changes with the memory."""
-        return self._facts
-
-    def get(self, fact_id: FactId) -> Fact | None:
-        return self._by_id.get(fact_id)
-
-    def add(self, facts: Iterable[Fact]) -> None:
-        """Add facts in any order, indexing those that have an embedding; facts already held are passed over."""
-        embeddings: dict[FactId, bytes] = {}
-        for fact in sorted(facts, key=_seq):
-            if fact.id in self._by_id:
-                continue
-            if fact.embedding is not None:
-                embeddings[fact.id] = fact.embedding
-            held = replace(fact, embedding=None)
-            self._facts.insert(bisect_left(self._facts, fact.seq, key=_seq), held)
-            self._by_id[fact.id] = held
-        self.put_embeddings(embeddings)
-
-    def put_embeddings(self, embeddings: Mapping[FactId, bytes]) -> None:
-        """Index facts by their embedding (float32 bytes); one that cannot be used, or of a fact not held, is ignored.
-
-        Of another size means made by another embedding model, not finite means damaged: the fact goes on to
-        need an embedding.
-        """
-        ids = [id for id, e in embeddings.items() if id in self._by_id and len(e) == 4 * self._dim]
-        vectors = np.frombuffer(b"".join(embeddings[id] for id in ids), "<f4").reshape(len(ids), self._dim)
-        finite = np.isfinite(vectors).all(axis=1)
-        self._index.add([id for id, usable in zip(ids, finite, strict=True) if usable], vectors[finite])
-
-    def remove(self, fact_id: FactId) -> bool:
-        """Forget a fact; False if it is not held."""
-        fact = self._by_id.pop(fact_id, None)
-        if fact is None:
-            return False
-        del self._facts[bisect_left(self._facts, fact.seq, key=_seq)]
-        self._index.remove(fact_id)
-        return True
-
-    def clear(self) -> None:
-        """Forget every fact."""
-        self._facts.clear()
-        self._by_id.clear()
-        self._index = ExactIndex(self._dim)
-
-    def facts_without_embedding(self) -> list[Fact]:
-        """Facts that a search cannot find yet, oldest first."""
-        return [fact for fact in self._facts if fact.id not in self._index]
-
-    def search(self, vector: ArrayLike, k: int) -> list[Fact]:
-        """The at most k facts nearest to `vector` [dim], nearest first."""
-        return [self._by_id[id] for id, _ in self._index.search(vector, k)]
-
-    def window(self, fact_id: FactId, w: int) -> list[Fact]:
-        """The at most `w` facts told just before this one, oldest first. Raises KeyError for a fact not held."""
-        end = bisect_left(self._facts, self._by_id[fact_id].seq, key=_seq)
-        return self._facts[max(0, end - w) : end]
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError unless list, lookup and index tell of the same facts."""
-        seqs = [fact.seq for fact in self._facts]
-        assert seqs == sorted(set(seqs)), "facts are not in the order of their seq"
-        assert {fact.id: fact for fact in self._facts} == self._by_id, "list and lookup differ"
-        indexed = len(self._facts) - len(self.facts_without_embedding())
-        assert indexed == len(self._index), "the index holds facts that the memory does not"
 
 
 @dataclass(slots=True)
@@ -277,10 +184,6 @@ class UserTable:
                 raise Busy("Every place for a user on this shard is in use; retry shortly.", retry_after_s=1.0)
             del self._residents[evicted]
             occupants = self._occupants()
-
-
-def _seq(fact: Fact) -> int:
-    return fact.seq
 
 
 def _retrieve(task: asyncio.Task[UserMemory]) -> None:

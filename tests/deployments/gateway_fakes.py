@@ -6,32 +6,30 @@ They implement the same interfaces as the real ones, so the gateway above them i
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from deployments.gateway import Gateway
-from deployments.messages import (
+from deployments.gateway import Gateway, GatewayStores
+from deployments.memory_calls import (
     AddCall,
     AddedFact,
-    ChatCall,
-    ChatDelta,
-    ChatEvent,
-    ChatFinished,
-    ChatStarted,
+    DeleteCall,
     FactCall,
     FactPage,
     FactView,
     ForgetCall,
     ListCall,
-    MemoryUse,
-    ShardStatus,
+    MemoryCall,
 )
+from deployments.messages import ChatCall, ChatDelta, ChatEvent, ChatFinished, ChatStarted, MemoryUse, ShardStatus
 from deployments.settings import GatewaySettings
 from deployments.shard_client import Shards
 from sharding.errors import MemshardError, NotFound, ShardGone, Unavailable, WrongShard
 from sharding.ids import FactId, Placement, ShardId, UserId
 from sharding.placement import PlacementPolicy, ShardReport
+from sharding.registry import EntitySeen, OwnerNames
+from sharding.scopes import Entity, entity_of, new_id, owner_id, owner_tag, tag_in
 
 MODEL = "tiny"
 NOW = "2026-01-01T00:00:00Z"
@@ -128,32 +126,33 @@ class FakeShards(Shards):
             here.aborted.set()
             raise
 
-    async def add(self, shard: ShardId, call: AddCall, deadline_s: float) -> tuple[AddedFact, ...]:
-        mine = self._facts(shard, call.placement)
+    async def ask(self, shard: ShardId, call: MemoryCall[Any], deadline_s: float) -> Any:
+        mine = self._enter(shard, call.placement).facts.setdefault(call.placement.user, {})
+        match call:
+            case AddCall():
+                return self._add(mine, call)
+            case ListCall():
+                first = (call.page - 1) * call.page_size
+                return FactPage(len(mine), tuple(mine.values())[first : first + call.page_size])
+            case ForgetCall():
+                count = len(mine)
+                mine.clear()
+                return count
+            case FactCall() | DeleteCall():
+                if call.fact_id not in mine:
+                    raise NotFound("There is no memory with this id.", field="id")
+                return mine[call.fact_id] if isinstance(call, FactCall) else mine.pop(call.fact_id) and None
+        raise AssertionError(f"no test needs {call} yet")
+
+    def _add(self, mine: dict[FactId, FactView], call: AddCall) -> tuple[AddedFact, ...]:
         added = []
         for text in call.texts:
             held = next((fact for fact in mine.values() if fact.text == text), None)
-            fact = held or FactView(FactId(str(uuid.uuid4())), call.placement.user, text, NOW, NOW, encoded=False)
+            id = new_id(call.placement.user)
+            fact = held or FactView(id, call.placement.user, text, NOW, NOW, False, scopes=call.scopes)
             mine[fact.id] = fact
             added.append(AddedFact(fact, "NONE" if held else "ADD"))
         return tuple(added)
-
-    async def list_facts(self, shard: ShardId, call: ListCall, deadline_s: float) -> FactPage:
-        mine = list(self._facts(shard, call.placement).values())
-        first = (call.page - 1) * call.page_size
-        return FactPage(len(mine), tuple(mine[first : first + call.page_size]))
-
-    async def get_fact(self, shard: ShardId, call: FactCall, deadline_s: float) -> FactView:
-        return self._fact(shard, call)
-
-    async def delete_fact(self, shard: ShardId, call: FactCall, deadline_s: float) -> None:
-        del self._facts(shard, call.placement)[self._fact(shard, call).id]
-
-    async def forget(self, shard: ShardId, call: ForgetCall, deadline_s: float) -> int:
-        mine = self._facts(shard, call.placement)
-        count = len(mine)
-        mine.clear()
-        return count
 
     async def status(self, shard: ShardId, deadline_s: float) -> ShardStatus:
         here = self._enter(shard, None)
@@ -170,14 +169,22 @@ class FakeShards(Shards):
             raise here.refuse_with
         return here
 
-    def _facts(self, shard: ShardId, placement: Placement) -> dict[FactId, FactView]:
-        return self._enter(shard, placement).facts.setdefault(placement.user, {})
 
-    def _fact(self, shard: ShardId, call: FactCall) -> FactView:
-        try:
-            return self._facts(shard, call.placement)[call.fact_id]
-        except KeyError:
-            raise NotFound("There is no memory with this id.", field="id") from None
+class FakeNames(OwnerNames):
+    """Everybody who is placed, by the entity that owns."""
+
+    def __init__(self, directory: FakeDirectory) -> None:
+        self._directory = directory
+
+    async def owners_of(self, tenant: str, entity: Entity) -> list[UserId]:
+        return [owner for owner in self._directory.placements if owner == owner_id(tenant, entity)]
+
+    async def owners_by_id(self, tenant: str, id: str) -> list[UserId]:
+        self._directory._reach()
+        return [owner for owner in self._directory.placements if owner_tag(owner) == tag_in(id)]
+
+    async def entities(self, tenant: str, kind: str | None = None) -> list[EntitySeen]:
+        return [EntitySeen(entity_of(owner), NOW, NOW) for owner in self._directory.placements]
 
 
 class Cluster:
@@ -188,7 +195,7 @@ class Cluster:
         self.shards = FakeShards(self.directory, "shard-a", "shard-b")
         self.gateway = Gateway(
             self.shards,
-            self.directory,
+            GatewayStores(self.directory, FakeNames(self.directory)),
             PlacementPolicy(),
             GatewaySettings(model=MODEL, expected_shards=2, **settings),  # type: ignore[arg-type]
         )

@@ -16,23 +16,16 @@ import ray
 from ray import cloudpickle, serve
 from ray.serve.config import HTTPOptions, RequestRouterConfig
 
-from deployments.gateway import GatewayReplica
-from deployments.messages import (
-    AddCall,
-    AddedFact,
-    ChatCall,
-    ChatDelta,
-    ChatEvent,
-    ChatFinished,
-    ChatStarted,
-    MemoryUse,
-)
+from deployments.gateway import GatewayReplica, GatewayStores
+from deployments.memory_calls import AddCall, AddedFact
+from deployments.messages import ChatCall, ChatDelta, ChatEvent, ChatFinished, ChatStarted, MemoryUse
 from deployments.router import PinnedRouter
 from deployments.settings import GatewaySettings
 from deployments.shard_client import ShardClient
 from sharding.errors import NotFound
 from sharding.ids import Placement, ShardId, UserId
 from sharding.placement import PlacementPolicy, ShardReport
+from sharding.registry import OwnerNames
 
 MODEL = "tiny"
 MAX_ONGOING = 4
@@ -61,7 +54,7 @@ class TinyShard:
             self.ended.append(type(error).__name__)
             raise
 
-    async def add(self, call: AddCall) -> tuple[AddedFact, ...]:
+    async def ask(self, call: AddCall) -> tuple[AddedFact, ...]:
         try:
             for text in call.texts:
                 if text == "sleep":
@@ -112,6 +105,14 @@ class Running:
     second: ShardId
 
 
+class NoNames(OwnerNames):
+    """Nobody asks it."""
+
+
+def open_stores(live: Path) -> GatewayStores:
+    return GatewayStores(FileDirectory(live), NoNames())
+
+
 def start(port: int, live: Path) -> None:
     """Start Ray, Serve and the application; returns when it is deployed."""
     cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers do not have the tests on their path
@@ -131,7 +132,7 @@ def start(port: int, live: Path) -> None:
     )
     settings = GatewaySettings(model=MODEL, deadline_s=20.0)
     live.write_text("[]")
-    bound = gateway.bind(shards.bind(), partial(FileDirectory, live), PlacementPolicy(), settings)
+    bound = gateway.bind(shards.bind(), partial(open_stores, live), PlacementPolicy(), settings)
     serve.run(bound, name="memshard")
 
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from datetime import datetime
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from deployments.messages import AddCall, FactCall, ForgetCall
+from deployments.memory_calls import AddCall, DeleteCall, ForgetCall, MemoryCall, UpdateCall
 from deployments.shard import Shard
-from sharding.facts import AddEvent, Fact, text_hash
+from sharding.facts import AddEvent, Fact, Told, text_hash
 from sharding.ids import FactId, Placement, ShardId, UserId
 from sharding.user_memory import UserMemory
 
@@ -26,19 +28,32 @@ class SlowStore:
         self.facts: dict[FactId, Fact] = {}
         self.gate = asyncio.Event()
 
+    @property
+    def registry(self) -> SlowStore:
+        return self
+
+    async def register(self, *_: object) -> None: ...
+
+    async def unregister(self, *_: object, empty: bool) -> None: ...
+
     async def append(
-        self, placement: Placement, texts: Sequence[str], turn_id: str, now: datetime
+        self, placement: Placement, texts: Sequence[Told], turn_id: str, now: datetime
     ) -> list[tuple[Fact, AddEvent]]:
         added: list[tuple[Fact, AddEvent]] = []
-        for text in texts:
-            id_ = FactId(text)
+        for told in texts:
+            id_, text = FactId(told.text), told.text
             self.facts[id_] = Fact(id_, placement.user, text, text_hash(text), turn_id, len(self.facts), 1, "", "")
             added.append((self.facts[id_], "ADD"))
         await self.gate.wait()
         return added
 
-    async def delete(self, placement: Placement, fact_id: FactId) -> bool:
-        known = self.facts.pop(fact_id, None) is not None
+    async def update(self, placement: Placement, fact: Fact, *, text: str, **_: object) -> Fact:
+        changed = self.facts[fact.id] = replace(fact, text=text, version=2)
+        await self.gate.wait()
+        return changed
+
+    async def delete(self, placement: Placement, ids: Sequence[FactId]) -> int:
+        known = sum(self.facts.pop(id_, None) is not None for id_ in ids)
         await self.gate.wait()
         return known
 
@@ -65,30 +80,36 @@ class OneUser:
 
     async def index(self, memory: UserMemory) -> None: ...
 
+    async def embedding(self, text: str) -> bytes:
+        return bytes(8)
+
     def encoded(self, memory: UserMemory, fact: FactId) -> bool:
         return False
 
 
-@pytest.mark.parametrize("write", ["add", "delete_fact", "forget"])
-async def test_a_write_that_is_abandoned_is_done_here_as_in_redis(write: str) -> None:
+WRITES: list[MemoryCall[Any]] = [
+    AddCall("r2", ALICE, ("three",)),
+    UpdateCall("r2", ALICE, FactId("one"), text="uno"),
+    DeleteCall("r2", ALICE, FactId("one")),
+    ForgetCall("r2", ALICE),
+]
+
+
+@pytest.mark.parametrize("write", WRITES, ids=lambda call: type(call).__name__)
+async def test_a_write_that_is_abandoned_is_done_here_as_in_redis(write: MemoryCall[Any]) -> None:
     store, home = SlowStore(), OneUser()
     template = SimpleNamespace(fact=lambda text: [1])
     parts = (None, None, None, None, home, None, template, home, store)
     shard = Shard(*parts, max_requests_in_flight=1, max_fact_tokens=9)  # type: ignore[arg-type]
     store.gate.set()
-    await shard.add(AddCall("r1", ALICE, ("one", "two")))
+    await shard.ask(AddCall("r1", ALICE, ("one", "two")))
     store.gate.clear()
-    calls = {
-        "add": AddCall("r2", ALICE, ("three",)),
-        "delete_fact": FactCall("r2", ALICE, FactId("one")),
-        "forget": ForgetCall("r2", ALICE),
-    }
-    caller = asyncio.create_task(getattr(shard, write)(calls[write]))
+    caller = asyncio.create_task(shard.ask(write))
     await asyncio.sleep(0.01)
     caller.cancel()
     with pytest.raises(asyncio.CancelledError):
         await caller
     store.gate.set()
-    await asyncio.sleep(0.01)
-    assert [fact.id for fact in home.memory.facts] == list(store.facts)
+    await shard.users.background_done()
+    assert list(home.memory.facts) == list(store.facts.values())
     assert not home.memory.write_lock.locked()

@@ -122,8 +122,14 @@ async def test_a_body_that_is_not_a_json_object_in_utf8_is_refused(
         ({"user_id": "\t"}, 400, "user_id"),
         ({"infer": True}, 400, "infer"),
         ({"infer": "no"}, 400, "infer"),
-        ({"agent_id": "a"}, 400, "agent_id"),
-        ({"metadata": {"a": 1}}, 400, "metadata"),
+        ({"agent_id": " "}, 400, "agent_id"),
+        ({"user_id": "a\x1fb"}, 400, "user_id"),
+        ({"metadata": {"a": "x" * 20_000}}, 400, "metadata"),
+        ({"metadata": "text"}, 400, "metadata"),
+        ({"expiration_date": "tomorrow"}, 400, "expiration_date"),
+        ({"timestamp": -1}, 400, "timestamp"),
+        ({"filters": {"colour": "red"}}, 400, "filters"),
+        ({"custom_categories": [{"food": "what one eats"}]}, 400, "custom_categories"),
     ],
 )
 async def test_facts_that_cannot_be_kept_are_refused_and_nothing_is_stored(

@@ -26,7 +26,8 @@ from deployments.deterministic import (
     mark,
     open_shard,
 )
-from deployments.messages import AddCall, ChatCall, ChatDelta, ChatFinished, FactCall, Mode, Sampling
+from deployments.memory_calls import AddCall, DeleteCall
+from deployments.messages import ChatCall, ChatDelta, ChatFinished, Mode, Sampling
 from deployments.settings import ShardSettings
 from deployments.shard import Shard
 from sharding.client import connect
@@ -143,7 +144,7 @@ class House:
         return await self._directory.claim(UserId(user), ME, None)
 
     async def told(self, placement: Placement, *texts: str) -> list[str]:
-        added = await self.shard.add(AddCall(uuid.uuid4().hex, placement, texts))
+        added = await self.shard.ask(AddCall(uuid.uuid4().hex, placement, texts))
         await self.shard.encoder.settled(placement.user)
         return [fact.fact.id for fact in added]
 
@@ -189,7 +190,7 @@ async def test_each_user_is_answered_from_the_own_facts_alone(house: House, mode
 async def test_a_deleted_fact_is_not_read_again(house: House) -> None:
     carol = await house.owns("carol")
     first, _ = await house.told(carol, "carol likes tea", "carol likes rain")
-    await house.shard.delete_fact(FactCall("r", carol, first))  # type: ignore[arg-type]
+    await house.shard.ask(DeleteCall("r", carol, first))  # type: ignore[arg-type]
     text, _ = await house.asked(carol, "What does carol like?")
     assert text == answer(["carol likes rain"])
 

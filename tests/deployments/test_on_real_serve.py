@@ -18,7 +18,8 @@ import pytest
 import serve_app
 from serve_app import MAX_ONGOING, MODEL, Running
 
-from deployments.messages import AddCall, ChatCall, ChatDelta, Sampling
+from deployments.memory_calls import AddCall
+from deployments.messages import ChatCall, ChatDelta, Sampling
 from sharding.errors import Busy, DeadlineExceeded, EngineFailed, MemshardError, NotFound, ShardGone
 from sharding.ids import Placement, ShardId, UserId
 
@@ -104,7 +105,7 @@ async def test_every_pinned_call_reaches_its_replica(app: Running) -> None:
 async def test_an_unknown_replica_is_gone_within_the_grace(app: Running) -> None:
     began = time.monotonic()
     with pytest.raises(ShardGone):
-        await app.client.add(ShardId("nobody"), add_call(app.first), DEADLINE_S)
+        await app.client.ask(ShardId("nobody"), add_call(app.first), DEADLINE_S)
     with pytest.raises(ShardGone):
         await answered_by(app, ShardId("nobody"))
     assert time.monotonic() - began < 2
@@ -112,18 +113,18 @@ async def test_an_unknown_replica_is_gone_within_the_grace(app: Running) -> None
 
 async def test_a_call_without_a_pin_is_refused(app: Running) -> None:
     with pytest.raises(MemshardError, match="session_id"):
-        await app.handle.add.remote(add_call(app.first))
+        await app.handle.ask.remote(add_call(app.first))
 
 
 async def test_a_full_replica_refuses_at_once_and_delays_nobody_else(app: Running) -> None:
     sleeping = [
-        asyncio.ensure_future(app.client.add(app.first, add_call(app.first, "sleep"), DEADLINE_S))
+        asyncio.ensure_future(app.client.ask(app.first, add_call(app.first, "sleep"), DEADLINE_S))
         for _ in range(MAX_ONGOING)
     ]
     await asyncio.sleep(0.5)
     began = time.monotonic()
     refused = asyncio.gather(
-        *(app.client.add(app.first, add_call(app.first), DEADLINE_S) for _ in range(60)), return_exceptions=True
+        *(app.client.ask(app.first, add_call(app.first), DEADLINE_S) for _ in range(60)), return_exceptions=True
     )
     assert [await answered_by(app, app.second) for _ in range(5)] == [app.second] * 5
     assert {type(error) for error in await refused} == {Busy}
@@ -140,20 +141,20 @@ async def test_a_full_replica_refuses_at_once_and_delays_nobody_else(app: Runnin
 @pytest.mark.parametrize("text", ["not found", "not found, as a value"])
 async def test_a_shards_error_arrives_as_itself_with_its_details(app: Running, text: str) -> None:
     with pytest.raises(NotFound) as error:
-        await app.client.add(app.first, add_call(app.first, text), DEADLINE_S)
+        await app.client.ask(app.first, add_call(app.first, text), DEADLINE_S)
     assert type(error.value) is NotFound
     assert error.value.details == {"field": "user_id"}
 
 
 async def test_a_bug_in_a_shard_arrives_as_a_failure_without_its_text(app: Running) -> None:
     with pytest.raises(EngineFailed) as error:
-        await app.client.add(app.first, add_call(app.first, "bug"), DEADLINE_S)
+        await app.client.ask(app.first, add_call(app.first, "bug"), DEADLINE_S)
     assert "a bug" not in error.value.message
 
 
 async def test_a_deadline_ends_the_shards_work_too(app: Running) -> None:
     with pytest.raises(DeadlineExceeded):
-        await app.client.add(app.first, add_call(app.first, "sleep"), 0.3)
+        await app.client.ask(app.first, add_call(app.first, "sleep"), 0.3)
     assert await eventually_ended(app, app.first, "CancelledError")
     with pytest.raises(DeadlineExceeded):
         async for _ in app.client.chat(app.second, chat_call("sleep"), 0.3):
@@ -192,14 +193,14 @@ async def test_a_killed_shard_fails_its_calls_and_its_users_are_answered_by_the_
     owner = ShardId((await http.post(CHAT, json=body("hello", "eve"))).json()["choices"][0]["message"]["content"])
     other = app.second if owner == app.first else app.first
     pid = (await status(app, owner))["pid"]
-    in_flight = asyncio.ensure_future(app.client.add(owner, add_call(owner, "sleep"), DEADLINE_S))
+    in_flight = asyncio.ensure_future(app.client.ask(owner, add_call(owner, "sleep"), DEADLINE_S))
     stranded = asyncio.ensure_future(http.post(CHAT, json=body("sleep at once", "eve"), timeout=3))
     await asyncio.sleep(0.5)
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(ShardGone):
         await asyncio.wait_for(in_flight, timeout=5)
     with pytest.raises(ShardGone) as gone:
-        await app.client.add(owner, add_call(owner), DEADLINE_S)
+        await app.client.ask(owner, add_call(owner), DEADLINE_S)
     assert gone.value.details["certain"] is True
     with pytest.raises(httpx.ReadTimeout):  # retried before its first token, and asleep on the other shard by now
         await stranded

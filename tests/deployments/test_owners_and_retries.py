@@ -8,7 +8,7 @@ import httpx
 import pytest
 from gateway_fakes import MODEL, Cluster, FakeShard
 
-from deployments.messages import AddCall
+from deployments.memory_calls import AddCall
 from deployments.owner_calls import OwnerCalls
 from deployments.owners import Owners
 from sharding.directory import PlacementCache
@@ -157,7 +157,7 @@ async def test_reports_are_read_once_per_second_and_so_are_failures(cluster: Clu
 async def test_the_deadline_covers_the_retry(cluster: Cluster) -> None:
     calls = OwnerCalls(cluster.shards, cluster.gateway.owners, deadline_s=0.0)
     with pytest.raises(DeadlineExceeded):
-        await calls.add(ADA, lambda p, left_s: cluster.shards.add(p.shard, AddCall("r", p, ("x",)), left_s))
+        await calls.add(ADA, lambda p, left_s: cluster.shards.ask(p.shard, AddCall("r", p, ("x",)), left_s))
 
 
 # -- what a lost answer was ------------------------------------------------------------------------------------------

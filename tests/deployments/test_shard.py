@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
@@ -15,7 +15,8 @@ from connector.chunk import ChunkId
 from connector.engine import EngineDelta
 from connector.plan import PromptPlan
 from deployments.heads import Heads
-from deployments.messages import ChatCall, ChatStarted, FactCall, Sampling
+from deployments.memory_calls import DeleteCall
+from deployments.messages import ChatCall, ChatStarted, Sampling
 from deployments.shard import Shard
 from sharding.errors import EngineFailed, NotFound, WrongShard
 from sharding.ids import FactId, Placement
@@ -42,8 +43,14 @@ class OneUser:
             raise WrongShard("moved")
         yield self.memory
 
-    async def delete(self, placement: Placement, fact_id: FactId) -> bool:
-        return fact_id in self.memory
+    @property
+    def registry(self) -> OneUser:
+        return self
+
+    async def unregister(self, *_: object, empty: bool) -> None: ...
+
+    async def delete(self, placement: Placement, fact_ids: Sequence[FactId]) -> int:
+        return sum(id_ in self.memory for id_ in fact_ids)
 
 
 class House:
@@ -79,12 +86,6 @@ async def house() -> AsyncIterator[House]:
     house.home.ledger.check_integrity()
 
 
-async def until_background_is_done(house: House) -> None:
-    async with asyncio.timeout(5):
-        while house.shard._background:  # noqa: ASYNC110  # nobody waits for it, so it tells nobody
-            await asyncio.sleep(0)
-
-
 async def test_a_chat_that_is_closed_is_aborted_before_its_chunks_may_be_evicted(house: House) -> None:
     await house.shard.heads.piece(house.home.template.default_head())
     await house.shard.heads.encoded()
@@ -99,7 +100,7 @@ async def test_a_user_who_moved_away_leaves_no_chunk_here(house: House) -> None:
     house.table.owned = False
     with pytest.raises(WrongShard):
         await anext(house.shard.chat(ChatCall("r", PLACEMENT, HELLO, Sampling())))
-    await until_background_is_done(house)
+    await house.shard.users.background_done()
     assert house.home.ledger.ids_of(PLACEMENT.user) == []
     assert house.home.engine.chunks == {}
 
@@ -107,13 +108,13 @@ async def test_a_user_who_moved_away_leaves_no_chunk_here(house: House) -> None:
 async def test_a_deletion_is_not_acknowledged_until_the_workers_have_dropped_it_however_often_it_is_tried(
     house: House,
 ) -> None:
-    call = FactCall("r", PLACEMENT, FactId("f2"))
+    call = DeleteCall("r", PLACEMENT, FactId("f2"))
     house.home.engine.drops_fail_with = dead()
     for _ in range(2):
         with pytest.raises(EngineFailed):
-            await house.shard.delete_fact(call)
+            await house.shard.ask(call)
     assert "- fact 2\n" in house.home.worker_texts()
     house.home.engine.drops_fail_with = None
     with pytest.raises(NotFound):
-        await house.shard.delete_fact(call)
+        await house.shard.ask(call)
     assert "- fact 2\n" not in house.home.worker_texts()

@@ -85,7 +85,8 @@ async def test_a_stale_owner_cannot_write(store: FactStore, directory: Directory
         for write in (
             store.append(stale, ["lost"], "t", NOW),
             store.put_embeddings(stale, {fact.id: b"0000"}),
-            store.delete(stale, fact.id),
+            store.delete(stale, [fact.id]),
+            store.update(stale, fact, now=NOW, text="lost"),
             store.delete_all(stale),
         ):
             with pytest.raises(WrongShard):
@@ -110,7 +111,7 @@ async def test_an_embedding_that_arrives_after_its_fact_was_deleted_is_not_kept(
     store: FactStore, placement: Placement, redis: Redis, keys: KeySpace
 ) -> None:
     [fact] = await told(store, placement, "a")
-    await store.delete(placement, fact.id)
+    await store.delete(placement, [fact.id])
     await store.put_embeddings(placement, {fact.id: b"0000"})
     assert not await redis.exists(keys.embeddings(ALICE))
 
@@ -120,7 +121,7 @@ async def test_a_deleted_fact_leaves_no_trace_and_may_be_told_again(
 ) -> None:
     [fact] = await told(store, placement, "a")
     await store.put_embeddings(placement, {fact.id: b"0000"})
-    assert await store.delete(placement, fact.id)
+    assert await store.delete(placement, [fact.id])
     left = [key async for key in redis.scan_iter(f"{keys.namespace}:*")]
     assert sorted(left) == sorted([keys.placement(ALICE).encode(), keys.seq(ALICE).encode()])
     [again] = await told(store, placement, "a")
@@ -129,12 +130,12 @@ async def test_a_deleted_fact_leaves_no_trace_and_may_be_told_again(
 
 
 async def test_deleting_an_unknown_fact_says_so(store: FactStore, placement: Placement) -> None:
-    assert not await store.delete(placement, FactId("no-such-fact"))
+    assert not await store.delete(placement, [FactId("no-such-fact")])
 
 
 async def test_deleting_one_fact_leaves_the_others(store: FactStore, placement: Placement) -> None:
     a, b, c = await told(store, placement, "a", "b", "c")
-    await store.delete(placement, b.id)
+    await store.delete(placement, [b.id])
     assert await store.load(ALICE) == [a, c]
 
 

@@ -1,0 +1,169 @@
+"""What a gateway asks a shard about one owner's memory, and what it is told. Frozen, small, picklable.
+
+A call's type names its answer, so that one method of a shard takes them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, Literal, TypeVar
+
+from sharding.filters import Filter
+from sharding.ids import FactId, Placement, UserId
+from sharding.scopes import Entity
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryCall(Generic[T_co]):
+    """A call that is answered by a `T_co`."""
+
+    request_id: str
+    placement: Placement
+
+
+@dataclass(frozen=True, slots=True)
+class FactView:
+    """A fact as clients see it. Times are ISO 8601 in UTC."""
+
+    id: FactId
+    user: UserId  # the owner, see scopes.py
+    text: str
+    created_at: str
+    updated_at: str
+    encoded: bool  # whether its KV is ready to be injected; until then it is served as text
+    version: int = 1
+    text_hash: str = ""
+    role: str | None = None
+    scopes: Mapping[str, str] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    expires_on: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AddedFact:
+    """Outcome for one text: "ADD" for a new fact, "NONE" where the user already had it."""
+
+    fact: FactView
+    event: Literal["ADD", "NONE"]
+
+
+@dataclass(frozen=True, slots=True)
+class AddCall(MemoryCall[tuple[AddedFact, ...]]):
+    """Store each text as one fact; the texts are one conversation turn. `roles` are theirs, where they are known."""
+
+    texts: tuple[str, ...]
+    roles: tuple[str, ...] = ()
+    scopes: Mapping[str, str] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    expires_on: str | None = None
+    told_at: float | None = None  # seconds since 1970; None is now
+
+
+@dataclass(frozen=True, slots=True)
+class FactPage:
+    """`total` counts what matched, on all pages."""
+
+    total: int
+    facts: tuple[FactView, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ListCall(MemoryCall[FactPage]):
+    """One page of the facts that match, in the order of their creation; `page` counts from 1."""
+
+    page: int = 1
+    page_size: int = 100
+    filters: Filter | None = None
+    with_expired: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FoundFact:
+    """`score` is the cosine between the query and the fact."""
+
+    fact: FactView
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class SearchCall(MemoryCall[tuple[FoundFact, ...]]):
+    """The facts nearest to `query` that match, nearest first, none below `threshold`."""
+
+    query: str
+    top_k: int = 10
+    threshold: float = 0.0
+    filters: Filter | None = None
+    with_expired: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FactCall(MemoryCall[FactView]):
+    """Get one fact."""
+
+    fact_id: FactId
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteCall(MemoryCall[None]):
+    """Delete one fact."""
+
+    fact_id: FactId
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateCall(MemoryCall[FactView]):
+    """A new version of one fact; None leaves a field as it is, and `never_expires` clears its last day."""
+
+    fact_id: FactId
+    text: str | None = None
+    metadata: Mapping[str, Any] | None = None
+    expires_on: str | None = None
+    never_expires: bool = False
+    told_at: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryCall(MemoryCall[tuple[FactView, ...]]):
+    """Every version of one fact that is known, oldest first; the last is the one that stands."""
+
+    fact_id: FactId
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetCall(MemoryCall[int]):
+    """Delete the facts that match, or every one; how many there were."""
+
+    filters: Filter | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FeedbackCall(MemoryCall[None]):
+    """Keep what a reader said of a fact; a `verdict` of None takes it back."""
+
+    fact_id: FactId
+    verdict: str | None
+    reason: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class FactExport:
+    """One fact with everything that is kept of it."""
+
+    versions: tuple[FactView, ...]  # oldest first
+    feedback: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class OwnerExport:
+    """Everything that is kept of one owner, but for what is derived from it."""
+
+    entity: Entity
+    facts: tuple[FactExport, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ExportCall(MemoryCall[OwnerExport]):
+    """Everything that is kept of the owner."""

@@ -1,0 +1,188 @@
+"""What changes one owner's memory on a shard: Redis first, then everything here that follows it, then the answer.
+
+    add      append (acknowledged) ─► embed, index and encode in the background
+    update   embed ─► record, embedding and history in one step ─► index ─► chunks of the old text dropped
+    delete   records, history, embeddings, turns ─► index ─► chunks dropped ─► the registry
+
+Each runs to its end under the owner's write lock, also where the caller has gone away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from connector.template import PromptTemplate
+from deployments.memory_calls import (
+    AddCall,
+    AddedFact,
+    DeleteCall,
+    FactView,
+    FeedbackCall,
+    ForgetCall,
+    UpdateCall,
+)
+from deployments.memory_reads import MemoryReads, held
+from deployments.resident import Residents
+from deployments.resident_use import ResidentUse
+from sharding.errors import InvalidRequest, TooLarge
+from sharding.facts import Fact, FactStore, Told, text_hash
+from sharding.filters import matches
+from sharding.ids import FactId, Placement
+from sharding.memory import UserMemory
+from sharding.scopes import entities, entity_of
+
+
+class MemoryWrites:
+    """Writes of resident memories."""
+
+    def __init__(
+        self,
+        users: ResidentUse,
+        residents: Residents,
+        store: FactStore,
+        template: PromptTemplate,
+        reads: MemoryReads,
+        *,
+        max_fact_tokens: int,
+    ) -> None:
+        self._users = users
+        self._residents = residents
+        self._store = store
+        self._template = template
+        self._view = reads.view
+        self._max_fact_tokens = max_fact_tokens
+        self.facts_added = 0
+
+    async def add(self, call: AddCall) -> tuple[AddedFact, ...]:
+        """Stores facts; they are durable when this returns, and found by the next chat.
+
+        Raises `TooLarge` for a fact of too many tokens, `InvalidRequest` for a blank one; then nothing is stored.
+        """
+        for text in call.texts:
+            self._check(text, "messages")
+        return await self._users.to_its_end(self._add(call))
+
+    async def _add(self, call: AddCall) -> tuple[AddedFact, ...]:
+        async with self._users.use(call.placement) as memory, memory.write_lock:
+            now = _at(call.told_at)
+            await self._remove(memory, _told_again(memory, call.texts))
+            await self._store.registry.register(call.placement.user, _scopes(call.placement, [call]), now)
+            roles = call.roles or (None,) * len(call.texts)
+            texts = [
+                Told(text, role, call.scopes, call.metadata, call.expires_on)
+                for text, role in zip(call.texts, roles, strict=True)
+            ]
+            added = await self._store.append(call.placement, texts, call.request_id, now)
+            memory.add(fact for fact, _ in added)
+            await self._residents.added(memory)
+            self.facts_added += sum(event == "ADD" for _, event in added)
+            self._users.soon("Indexing is left to the next chat", self._index(call.placement))
+            return tuple(AddedFact(self._view(memory, fact), event) for fact, event in added)
+
+    async def update(self, call: UpdateCall) -> FactView:
+        """The new version. When this returns, no request sees the old one: text, index and chunks have changed.
+
+        Raises `NotFound`, `Conflict`, and what `add` raises.
+        """
+        if call.text is not None:
+            self._check(call.text, "text")
+        return await self._users.to_its_end(self._update(call))
+
+    async def _update(self, call: UpdateCall) -> FactView:
+        async with self._users.use(call.placement) as memory, memory.write_lock:
+            fact = held(memory, call.fact_id)
+            wanted = {"text": call.text, "metadata": call.metadata, "expires_on": call.expires_on}
+            changes: dict[str, Any] = {name: value for name, value in wanted.items() if value is not None}
+            if call.never_expires:
+                changes["expires_on"] = None
+            changes = {name: value for name, value in changes.items() if getattr(fact, name) != value}
+            if changes:
+                embedding = await self._residents.embedding(changes["text"]) if "text" in changes else None
+                now = _at(call.told_at)
+                fact = await self._store.update(call.placement, fact, now=now, embedding=embedding, **changes)
+                memory.replace(fact, embedding)
+            await self._residents.changed(memory)  # also a repeated call: perhaps the workers did not confirm the first
+            return self._view(memory, fact)
+
+    async def delete(self, call: DeleteCall) -> None:
+        """When this returns the fact is gone: from Redis, the index, and every chunk that was encoded from it or behind
+        it on this shard. Raises `NotFound`."""
+        await self._users.to_its_end(self._delete(call))
+
+    async def _delete(self, call: DeleteCall) -> None:
+        async with self._users.use(call.placement) as memory, memory.write_lock:
+            known = call.fact_id in memory
+            if not await self._remove(memory, [call.fact_id]) and not known:
+                held(memory, call.fact_id)
+
+    async def forget(self, call: ForgetCall) -> int:
+        """Deletes an owner's facts, those that match or all, as `delete` does; how many there were."""
+        return await self._users.to_its_end(self._forget(call))
+
+    async def _forget(self, call: ForgetCall) -> int:
+        async with self._users.use(call.placement) as memory, memory.write_lock:
+            if call.filters is not None:
+                return await self._remove(memory, [f.id for f in memory.facts if matches(call.filters, f)])
+            gone = list(memory.facts)
+            count = await self._store.delete_all(call.placement)
+            memory.clear()
+            await self._residents.changed(memory)
+            await self._unregister(memory, gone)
+            return count
+
+    async def feedback(self, call: FeedbackCall) -> None:
+        """Keeps what a reader said of a fact, as long as the fact. Raises `NotFound`."""
+        async with self._users.use(call.placement) as memory, memory.write_lock:
+            fact = held(memory, call.fact_id)
+            said = None if call.verdict is None else {"feedback": call.verdict, "reason": call.reason}
+            await self._store.put_feedback(call.placement, fact.id, said)
+
+    async def _remove(self, memory: UserMemory, ids: Sequence[FactId]) -> int:
+        """Deletes facts; how many Redis had. Ids that nobody has are passed over, but what the workers did not confirm
+        to have dropped is dropped again: an earlier attempt may have failed there."""
+        if not ids:
+            return 0
+        gone = [fact for id in ids if (fact := memory.get(id)) is not None]
+        count = await self._store.delete(memory.placement, ids)
+        for id in ids:
+            memory.remove(id)
+        await self._residents.changed(memory)
+        await self._unregister(memory, gone)
+        return count
+
+    async def _unregister(self, memory: UserMemory, gone: Sequence[Fact]) -> None:
+        owner = memory.placement.user
+        left = _scopes(memory.placement, memory.facts) if len(memory) else set()
+        unused = _scopes(memory.placement, gone) - left
+        if unused:
+            await self._store.registry.unregister(owner, unused, empty=not len(memory))
+
+    def _check(self, text: str, field: str) -> None:
+        if not text.strip():
+            raise InvalidRequest("A fact's text is blank.", field=field)
+        if (tokens := len(self._template.fact(text))) > self._max_fact_tokens:
+            limit = self._max_fact_tokens
+            raise TooLarge(f"A fact takes {tokens} tokens; at most {limit} are allowed. Split it.", field=field)
+
+    async def _index(self, placement: Placement) -> None:
+        async with self._users.use(placement) as memory:
+            await self._residents.index(memory)
+
+
+def _told_again(memory: UserMemory, texts: Sequence[str]) -> list[FactId]:
+    """Facts whose last day has passed, and that are told once more: new ones take their place."""
+    if not (expired := memory.expired()):
+        return []
+    hashes = {text_hash(text) for text in texts}
+    return [fact.id for fact in memory.facts if fact.id in expired and fact.text_hash in hashes]
+
+
+def _scopes(placement: Placement, told: Sequence[Fact | AddCall]) -> set[Any]:
+    """The entities that these were told under, and the one that owns them."""
+    return {entity_of(placement.user), *(entity for one in told for entity in entities(one.scopes))}
+
+
+def _at(told_at: float | None) -> datetime:
+    return datetime.now(UTC) if told_at is None else datetime.fromtimestamp(told_at, UTC)

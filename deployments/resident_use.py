@@ -1,0 +1,63 @@
+"""Using a resident user's memory: kept while in use, forgotten where it turns out to be another shard's; and work that
+goes on when whoever asked for it has gone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+from deployments.resident import Residents
+from sharding.errors import WrongShard
+from sharding.ids import Placement
+from sharding.user_memory import UserMemory, UserTable
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+class ResidentUse:
+    """The table of a shard's users, and what runs for them in the background."""
+
+    def __init__(self, table: UserTable, residents: Residents) -> None:
+        self._table = table
+        self._residents = residents
+        self._background: set[asyncio.Task[Any]] = set()
+
+    @asynccontextmanager
+    async def use(self, placement: Placement) -> AsyncIterator[UserMemory]:
+        """The user's memory, kept while in use; a user that turns out to be another shard's is forgotten here."""
+        try:
+            async with self._table.use(placement) as memory:
+                yield memory
+        except WrongShard:
+            self._table.drop(placement)
+            if placement.user not in self._table:  # may be held under another placement
+                self.soon("Chunks of a user who left are dropped later", self._residents.left(placement.user))
+            raise
+
+    async def to_its_end(self, write: Coroutine[Any, Any, T]) -> T:
+        """A write goes on where its caller has gone away: what is done in Redis has to be done here, too."""
+        task = asyncio.create_task(write)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        return await asyncio.shield(task)
+
+    def soon(self, else_: str, work: Coroutine[Any, Any, None]) -> None:
+        """Work that nobody waits for; `else_` says what its failure means."""
+
+        def done(task: asyncio.Task[None]) -> None:
+            self._background.discard(task)
+            if not task.cancelled() and (error := task.exception()) is not None:
+                log.warning("%s: %s", else_, error)
+
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(done)
+
+    async def background_done(self) -> None:
+        """Returns when nothing runs in the background."""
+        while self._background:
+            await asyncio.wait(self._background)

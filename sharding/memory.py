@@ -1,0 +1,158 @@
+"""One user's facts as a shard holds them, with their vector index: a cache over `FactStore`."""
+
+from __future__ import annotations
+
+import asyncio
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from sharding.fact_records import Fact, today
+from sharding.ids import FactId, Placement
+from sharding.index import ExactIndex
+
+
+class UserMemory:
+    """One user's facts in the order they were told, and their vector index. Vectors are float32 [dim].
+
+    Facts that were indexed do not keep their `embedding`: the index holds it. Whoever changes Redis and then
+    this does both under `write_lock`.
+    """
+
+    def __init__(self, placement: Placement, dim: int, facts: Iterable[Fact] = ()) -> None:
+        self.placement = placement
+        self.write_lock = asyncio.Lock()
+        self._dim = dim
+        self._facts: list[Fact] = []  # by seq
+        self._by_id: dict[FactId, Fact] = {}
+        self._expiring: dict[FactId, Fact] = {}  # those with a last day, which are few
+        self._index = ExactIndex(dim)
+        self.add(facts)
+
+    def __len__(self) -> int:
+        return len(self._facts)
+
+    def __contains__(self, fact_id: object) -> bool:
+        return fact_id in self._by_id
+
+    @property
+    def facts(self) -> Sequence[Fact]:
+        """All facts, oldest first, also expired ones. A view: it changes with the memory."""
+        return self._facts
+
+    def expired(self) -> set[FactId]:
+        """Facts whose last day has passed."""
+        now = today()
+        return {id for id, fact in self._expiring.items() if fact.expired(now)}
+
+    def current(self) -> list[Fact]:
+        """The facts that may be served today, oldest first."""
+        expired = self.expired()
+        return [fact for fact in self._facts if fact.id not in expired]
+
+    def get(self, fact_id: FactId) -> Fact | None:
+        return self._by_id.get(fact_id)
+
+    def add(self, facts: Iterable[Fact]) -> None:
+        """Add facts in any order, indexing those that have an embedding; facts already held are passed over."""
+        embeddings: dict[FactId, bytes] = {}
+        for fact in sorted(facts, key=_seq):
+            if fact.id in self._by_id:
+                continue
+            if fact.embedding is not None:
+                embeddings[fact.id] = fact.embedding
+            held = replace(fact, embedding=None)
+            self._facts.insert(bisect_left(self._facts, fact.seq, key=_seq), held)
+            self._keep(held)
+        self.put_embeddings(embeddings)
+
+    def replace(self, fact: Fact, embedding: bytes | None) -> None:
+        """Put a new version in the place of the one that is held; `embedding` is None where the text is the same.
+        Raises KeyError for a fact not held."""
+        held = replace(fact, embedding=None)
+        self._facts[bisect_left(self._facts, self._by_id[fact.id].seq, key=_seq)] = held
+        self._keep(held)
+        if embedding is not None:
+            self.put_embeddings({fact.id: embedding})
+
+    def _keep(self, held: Fact) -> None:
+        self._by_id[held.id] = held
+        self._expiring.pop(held.id, None)
+        if held.expires_on is not None:
+            self._expiring[held.id] = held
+
+    def put_embeddings(self, embeddings: Mapping[FactId, bytes]) -> None:
+        """Index facts by their embedding (float32 bytes); one that cannot be used, or of a fact not held, is ignored.
+
+        Of another size means made by another embedding model, not finite means damaged: the fact goes on to
+        need an embedding.
+        """
+        ids = [id for id, e in embeddings.items() if id in self._by_id and len(e) == 4 * self._dim]
+        vectors = np.frombuffer(b"".join(embeddings[id] for id in ids), "<f4").reshape(len(ids), self._dim)
+        finite = np.isfinite(vectors).all(axis=1)
+        self._index.add([id for id, usable in zip(ids, finite, strict=True) if usable], vectors[finite])
+
+    def remove(self, fact_id: FactId) -> bool:
+        """Forget a fact; False if it is not held."""
+        fact = self._by_id.pop(fact_id, None)
+        if fact is None:
+            return False
+        del self._facts[bisect_left(self._facts, fact.seq, key=_seq)]
+        self._expiring.pop(fact_id, None)
+        self._index.remove(fact_id)
+        return True
+
+    def clear(self) -> None:
+        """Forget every fact."""
+        self._facts.clear()
+        self._by_id.clear()
+        self._expiring.clear()
+        self._index = ExactIndex(self._dim)
+
+    def facts_without_embedding(self) -> list[Fact]:
+        """Facts that a search cannot find yet, oldest first."""
+        return [fact for fact in self._facts if fact.id not in self._index]
+
+    def search(self, vector: ArrayLike, k: int) -> list[Fact]:
+        """The at most k facts nearest to `vector` [dim] that may be served today, nearest first."""
+        return [fact for fact, _ in self.search_scored(vector, k)]
+
+    def search_scored(
+        self,
+        vector: ArrayLike,
+        k: int,
+        passes: Callable[[Fact], bool] | None = None,
+        *,
+        with_expired: bool = False,
+    ) -> list[tuple[Fact, float]]:
+        """As `search`, of the facts that pass, each with its cosine."""
+        hidden = set() if with_expired else self.expired()
+        depth = k + len(hidden) if passes is None else max(64, 4 * k)
+        while True:
+            nearest = self._index.search(vector, depth)
+            found = [(self._by_id[id], score) for id, score in nearest if id not in hidden]
+            if passes is not None:
+                found = [one for one in found if passes(one[0])]
+            if len(found) >= k or len(nearest) < depth:
+                return found[:k]
+            depth *= 4
+
+    def window(self, fact_id: FactId, w: int) -> list[Fact]:
+        """The at most `w` facts told just before this one, oldest first. Raises KeyError for a fact not held."""
+        end = bisect_left(self._facts, self._by_id[fact_id].seq, key=_seq)
+        return self._facts[max(0, end - w) : end]
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless list, lookup and index tell of the same facts."""
+        seqs = [fact.seq for fact in self._facts]
+        assert seqs == sorted(set(seqs)), "facts are not in the order of their seq"
+        assert {fact.id: fact for fact in self._facts} == self._by_id, "list and lookup differ"
+        indexed = len(self._facts) - len(self.facts_without_embedding())
+        assert indexed == len(self._index), "the index holds facts that the memory does not"
+
+
+def _seq(fact: Fact) -> int:
+    return fact.seq
