@@ -8,7 +8,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .SUFFIXES:
-.PHONY: help up test test-models test-gpu check format bench lock install clean
+.PHONY: help up test test-models test-kernels test-gpu check format bench lock install clean
 MAKEFLAGS += --no-print-directory --no-builtin-rules
 
 UV_VERSION := 0.13.9
@@ -17,6 +17,10 @@ BIN := .venv/bin
 hash = $(shell sha256sum $(1) 2>/dev/null | cut -c1-16)
 LOCKED := .venv/locked-$(call hash,requirements.lock)
 INSTALLED := .venv/installed-$(call hash,pyproject.toml)
+# Beside the environment, not in it: vLLM for CPUs warns of a Triton that it finds, at every start.
+KERNELS := .venv/kernels-$(shell sed -n 's/^kernels = \["triton==\(.*\)"\]/\1/p' pyproject.toml)
+# Our own environment has torch for CPUs. What tests for a GPU import: torch, triton, hypothesis, pytest and its plugins.
+PYTHON := $(BIN)/python
 
 # uv reads no pip configuration: hand it the folders of wheels that pip knows of, if any. It takes the environment to
 # install into from us, whatever other one the caller has activated.
@@ -37,8 +41,11 @@ test-models: $(INSTALLED) ## prove every architecture of the README's table (6 m
 	@$(BIN)/memshard prepare
 	@$(BIN)/python -m pytest -m "not gpu" tests/connector/test_engine_architectures.py $(ARGS)
 
-test-gpu: $(INSTALLED) ## run the tests that need a CUDA device
-	@$(BIN)/python -m pytest -m gpu $(ARGS)
+test-kernels: $(INSTALLED) $(KERNELS) ## test the GPU kernels' logic on a CPU, with Triton's interpreter
+	@PYTHONPATH=$(KERNELS) $(BIN)/python -m pytest tests/connector/test_compose_fused.py $(ARGS)
+
+test-gpu: $(if $(filter $(BIN)/%,$(PYTHON)),$(INSTALLED)) ## run the tests that need a CUDA device (PYTHON=the one with CUDA's torch)
+	@$(PYTHON) -m pytest -m gpu $$(grep -rl --include='*.py' 'mark\.gpu' tests) $(ARGS)
 
 check: $(INSTALLED) ## check format, lint, types and import layers
 	@$(BIN)/ruff format --check .
@@ -86,6 +93,13 @@ $(LOCKED): $(BIN)/uv
 	@echo "==> Installing the packages of requirements.lock (2 GB) and compiling them"
 	@links=$(links); export $${links:+UV_FIND_LINKS=$$links}; $(UV_INSTALL) --compile-bytecode -r requirements.lock
 	@rm -f .venv/locked-* && touch $@
+
+$(KERNELS): $(BIN)/uv
+	@echo "==> Installing Triton for its interpreter (700 MB)"
+	@rm -rf .venv/kernels-*
+	@links=$(links); export $${links:+UV_FIND_LINKS=$$links}; \
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --group kernels --target $@.part
+	@mv $@.part $@
 
 $(INSTALLED): $(LOCKED)
 	@echo "==> Installing memshard from this checkout"

@@ -12,6 +12,7 @@ Imports torch only.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
@@ -27,6 +28,13 @@ a third of the whole composition on a CPU.
 
 WriteLayer = Callable[[int, torch.Tensor, torch.Tensor], None]
 """`(layer, keys, values)`, each `[tokens, kv_heads, head_dim]`, contiguous, used again once this returns."""
+
+
+class Composition(Protocol):
+    """Lays `chunks` out one behind another from position 0 on and writes positions `skip`, `skip + 1`, … into `slots`
+    (int64 `[tokens]`, on the caches' device) of every layer's paged cache. The chunks hold that many tokens."""
+
+    def __call__(self, chunks: Sequence[Chunk], slots: torch.Tensor, skip: int) -> None: ...
 
 
 def compose(

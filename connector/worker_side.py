@@ -17,8 +17,9 @@ from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
 
 from connector.chunk import Chunk, ChunkId, KVShape
-from connector.compose import compose
+from connector.compose import Composition, compose
 from connector.metadata import Capture, Load, StepMetadata, StepReport
+from connector.paged import fastest
 from connector.probe import Refused, check_attention, read_rotations
 from connector.rotation import RotateKeys, Rotation, rotate_keys
 from connector.store import ChunkStore
@@ -42,6 +43,7 @@ class WorkerSide:
         self.rotations: list[Rotation] = []  # of each layer, once proved
         self.counters = {"loads": 0, "injected_tokens": 0, "failed_loads": 0, "captured_tokens": 0}
         self._rotate: RotateKeys = rotate_keys
+        self._compose: Composition = self._compose_by_update
         self._names: list[str] = []
         self._layers: list[tuple[Any, Update, torch.Tensor]] = []  # module, its unwrapped update, its cache
         self._captures: Sequence[Capture] = ()
@@ -83,6 +85,9 @@ class WorkerSide:
         store = self.store
         if rotate is not None and store is not None and all(_same(rotate, r, store) for r in set(self.rotations)):
             self._rotate = rotate
+        if store is not None:
+            caches = [cache for _, _, cache in self._layers]
+            self._compose = fastest(self._compose_by_update, store.shape, caches, self.rotations)
 
     # -- loading ----------------------------------------------------------------------------------------------------
 
@@ -110,13 +115,17 @@ class WorkerSide:
                 raise ChunkMissing("a chunk is not on this worker")
             chunks.append(chunk)
         slots = torch.tensor(load.slots, dtype=torch.int64).to(self.store.device, non_blocking=True)
+        self._compose(chunks, slots, load.skip)
+        return len(load.slots)
+
+    def _compose_by_update(self, chunks: Sequence[Chunk], slots: torch.Tensor, skip: int) -> None:
+        """The composition that any backend can be written by."""
 
         def write(layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
             module, update, cache = self._layers[layer]
             update(module, keys, values, cache, slots)
 
-        stop = load.skip + len(load.slots)
-        return compose(chunks, self.rotations, write, skip=load.skip, stop=stop, rotate=self._rotate)
+        compose(chunks, self.rotations, write, skip=skip, stop=skip + len(slots), rotate=self._rotate)
 
     def _fail(self, load: Load, reason: str) -> None:
         self.counters["failed_loads"] += 1

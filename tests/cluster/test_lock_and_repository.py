@@ -12,7 +12,9 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-DIRECT = [*PROJECT["project"]["dependencies"], *(d for group in PROJECT["dependency-groups"].values() for d in group)]
+GROUPS = PROJECT["dependency-groups"]
+APART = GROUPS["kernels"]  # installed beside the environment, not in it
+DIRECT = [*PROJECT["project"]["dependencies"], *GROUPS["bench"], *GROUPS["dev"]]
 REGISTRIES = [".".join(parts) for parts in (("pypi", "org"), ("pythonhosted", "org"), ("pytorch", "org/whl"))]
 LEFT_OUT = [
     line for line in (ROOT / "requirements.overrides").read_text().splitlines() if ";" in line and line[0] != "#"
@@ -31,6 +33,12 @@ def test_a_dependency_is_locked_to_a_version_that_it_allows(line: str) -> None:
     version = locked().get(canonicalize_name(wanted.name))
     assert version is not None, f"{wanted.name} is not in requirements.lock: run `make lock`"
     assert wanted.specifier.contains(version, prereleases=True), "run `make lock`"
+
+
+@pytest.mark.parametrize("line", APART)
+def test_what_is_installed_apart_is_pinned_where_it_stands(line: str) -> None:
+    assert [clause.operator for clause in Requirement(line).specifier] == ["=="]
+    assert canonicalize_name(Requirement(line).name) not in locked()
 
 
 @pytest.mark.parametrize("line", LEFT_OUT)

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from cluster.models import prepare_language_model
-from cluster.settings import Settings
-
 
 @pytest.fixture(scope="session")
 def language_model() -> Path:
     """The packaged SmolLM2-135M-Instruct, prepared once a machine."""
+    # Here, as tests for a GPU run where little more than torch and Triton is installed.
+    from cluster.models import prepare_language_model
+    from cluster.settings import Settings
+
     return prepare_language_model(Settings.from_environment())
 
 
