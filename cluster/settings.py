@@ -11,6 +11,7 @@ the cluster agrees on it.
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -57,7 +58,9 @@ class Settings(BaseSettings):
     """Directory of what outlives a restart: prepared models, the embedded Redis' data, logs. Used by one server
     at a time."""
     redis_url: str | None = None
-    """`redis://`, `rediss://` or `unix://` address of the durable store; None starts an embedded server."""
+    """Address of the durable store: `redis://host:port/db` (over TLS `rediss://`, a socket `unix://`),
+    `redis+cluster://host:port,host:port`, or `redis+sentinel://host:port,host:port/name`; None starts an embedded
+    server."""
     redis_grace_s: Seconds = 60.0
     """How long a user already placed is served from memory while Redis is away."""
 
@@ -107,8 +110,8 @@ class Settings(BaseSettings):
     @field_validator("redis_url")
     @classmethod
     def _known_scheme(cls, url: str | None) -> str | None:
-        if url is not None and not url.startswith(("redis://", "rediss://", "unix://")):
-            raise ValueError("must start with redis://, rediss:// or unix://")
+        if url is not None and not re.match(r"(rediss?(\+cluster|\+sentinel)?|unix)://", url):
+            raise ValueError("must start with redis://, rediss://, unix://, redis+cluster:// or redis+sentinel://")
         return url
 
     @model_validator(mode="after")

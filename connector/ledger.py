@@ -128,6 +128,11 @@ class ChunkLedger:
         held = self._holders.get(_Holder(owner, None))
         return list(held.sizes) if held is not None else []
 
+    def bytes_of(self, owner: str) -> int:
+        """What a user's chunks take, reserved ones included."""
+        held = self._holders.get(_Holder(owner, None))
+        return sum(held.sizes.values()) if held is not None else 0
+
     def touch(self, owner: str) -> None:
         """The user was active."""
         self._touch([_Holder(owner, None)])

@@ -141,6 +141,9 @@ class ShardReplica:
                 await self._beat()
             except Unavailable as error:
                 log.warning("No heartbeat: %s", error)
+            else:
+                with suppress(Unavailable):  # is told with a later one
+                    await self._shard.usage.tell(self._directory)
         await self._retire()
 
     async def _beat(self) -> None:
@@ -156,7 +159,10 @@ class ShardReplica:
         )
         sent_at = time.monotonic()
         await self._directory.heartbeat(report.model_dump_json(), self._me, self._settings.heartbeat_ttl_s)
-        self._lease.acknowledged(sent_at)
+        histories = None
+        with suppress(Unavailable):  # one of several primaries may be away
+            histories = await self._directory.histories()
+        self._lease.acknowledged(sent_at, histories)
 
 
 def _take_slot(settings: ShardSettings) -> tuple[int, socket.socket | None]:

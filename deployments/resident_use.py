@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from deployments.resident import Residents
+from deployments.usage import UsageNotes
 from sharding.errors import WrongShard
 from sharding.ids import Placement
 from sharding.user_memory import UserMemory, UserTable
@@ -21,8 +22,9 @@ log = logging.getLogger(__name__)
 class ResidentUse:
     """The table of a shard's users, and what runs for them in the background."""
 
-    def __init__(self, table: UserTable, residents: Residents) -> None:
+    def __init__(self, table: UserTable, residents: Residents, usage: UsageNotes) -> None:
         self._table = table
+        self._usage = usage
         self._residents = residents
         self._background: set[asyncio.Task[Any]] = set()
 
@@ -31,6 +33,7 @@ class ResidentUse:
         """The user's memory, kept while in use; a user that turns out to be another shard's is forgotten here."""
         try:
             async with self._table.use(placement) as memory:
+                self._usage.served(placement)
                 yield memory
         except WrongShard:
             self._table.drop(placement)

@@ -41,6 +41,7 @@ from deployments.messages import ChatCall, ChatDelta, ChatEvent, ChatFinished, C
 from deployments.ports import Embeds
 from deployments.resident import Residents
 from deployments.resident_use import ResidentUse
+from deployments.usage import UsageNotes
 from sharding.errors import Busy, EngineFailed
 from sharding.facts import FactStore
 from sharding.user_memory import UserTable
@@ -74,7 +75,8 @@ class Shard:
         self.embedder = embedder
         self.template = template
         self.table = table
-        self.users = ResidentUse(table, residents)
+        self.usage = UsageNotes(lambda user: self.ledger.bytes_of(user))
+        self.users = ResidentUse(table, residents, self.usage)
         self.store = store
         self.planner = ChatPlanner(engine, template, embedder, heads, residents)
         self.requests_in_flight = 0

@@ -1,18 +1,24 @@
 """Who owns whom, and which shards are alive. The truth is in Redis; every change is one Lua script.
 
-Refuses to change a placement that is not the caller's any more, so an epoch only grows and a user has at most
-one owner. What an owner writes is fenced by the same epoch in `facts.py`. `PlacementCache` beside it is what a
-gateway asks first: it may be stale, the shard's epoch check (`user_memory.py`) finds that out.
+Works on one server, on Redis Cluster and through Sentinel (`client.py`): a script's keys lie in one slot. Refuses to
+change a placement that is not the caller's any more, so an epoch only grows and a user has at most one owner. What an
+owner writes is fenced by the same epoch in `facts.py`. `PlacementCache` beside it is what a gateway asks first: it may
+be stale, the shard's epoch check (`user_memory.py`) finds that out.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
 
 from pydantic import ValidationError
-from redis.asyncio import Redis
+from redis.asyncio import RedisCluster
 
+from sharding.client import RedisClient
 from sharding.errors import WrongShard
 from sharding.ids import Placement, ShardId, UserId
 from sharding.keys import KeySpace
@@ -20,21 +26,41 @@ from sharding.placement import ShardReport
 from sharding.redis_errors import redis_errors
 from sharding.scripts import script
 
-__all__ = ["Directory", "PlacementCache", "ShardReport"]
+__all__ = ["Directory", "Entry", "PlacementCache", "ShardReport", "Usage"]
 
 log = logging.getLogger(__name__)
+
+NOTES_AT_ONCE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What an owner says of a user from time to time; seconds to minutes old, and for decisions that may be late."""
+
+    tier: str  # the fastest tier that holds KV of the user, "text" where none does
+    bytes: int  # of KV
+    used_at_s: float  # last served, in Unix time
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """All that the directory keeps of a user. `placement` is None while nobody owns them."""
+
+    placement: Placement | None
+    usage: Usage | None
 
 
 class Directory:
     """Placements and heartbeats of one `KeySpace`. Every method raises `Unavailable` where Redis is away."""
 
-    def __init__(self, redis: Redis, keys: KeySpace) -> None:
+    def __init__(self, redis: RedisClient, keys: KeySpace) -> None:
         self._redis = redis
         self._keys = keys
         self._claim = script(redis, "claim")
         self._switch = script(redis, "switch")
         self._release = script(redis, "release")
         self._prune = script(redis, "prune")
+        self._note = script(redis, "fence", "note")
 
     async def lookup(self, user: UserId) -> Placement | None:
         """The placement that stands, or None for a user without an owner. One round trip."""
@@ -43,6 +69,30 @@ class Directory:
         if shard is None or epoch is None:
             return None
         return Placement(user, ShardId(_text(shard)), int(epoch))
+
+    async def entry(self, user: UserId) -> Entry | None:
+        """Placement and usage, or None for a user who never had an owner. One round trip."""
+        with redis_errors("look up a user"):
+            fields: list[Any] = await self._redis.hmget(
+                self._keys.placement(user), ["shard", "epoch", "tier", "bytes", "used"]
+            )
+        shard, epoch, tier, size, used = fields
+        if epoch is None:
+            return None
+        placement = None if shard is None else Placement(user, ShardId(_text(shard)), int(epoch))
+        return Entry(placement, Usage(_text(tier), int(size), float(used)) if tier is not None else None)
+
+    async def note(self, usages: Iterable[tuple[Placement, Usage]]) -> None:
+        """Keep what an owner says of its users; of those it owns no longer, nothing is changed."""
+        with redis_errors("note what users take"):
+            told = list(usages)
+            for first in range(0, len(told), NOTES_AT_ONCE):
+                await asyncio.gather(*(self._note_one(*one) for one in told[first : first + NOTES_AT_ONCE]))
+
+    async def _note_one(self, placement: Placement, usage: Usage) -> None:
+        arguments: list[str | int | float] = [placement.shard, placement.epoch]
+        arguments += [usage.tier, usage.bytes, round(usage.used_at_s)]
+        await self._note([self._keys.placement(placement.user)], arguments)
 
     async def claim(self, user: UserId, shard: ShardId, expected: Placement | None) -> Placement:
         """Make `shard` the owner, under the next epoch, if the user has none or the owner is `expected` (a dead one).
@@ -76,6 +126,17 @@ class Directory:
                 pipe.set(self._keys.shard(shard), report, px=max(1, round(ttl_s * 1000)))
                 pipe.sadd(self._keys.shards(), shard)
                 await pipe.execute()
+
+    async def histories(self) -> frozenset[str]:
+        """Names of the histories of writes that Redis continues, one a primary. Another value than before means a
+        fail-over, a restart or a restored backup: what was acknowledged before may be lost, placements included."""
+        with redis_errors("ask for its history"):
+            if isinstance(self._redis, RedisCluster):
+                told: Any = await self._redis.info("replication", target_nodes=RedisCluster.PRIMARIES)
+                primaries = told.values() if "master_replid" not in told else [told]
+            else:
+                primaries = [await self._redis.info("replication")]
+        return frozenset(str(primary.get("master_replid", "")) for primary in primaries)
 
     async def shards(self) -> dict[ShardId, ShardReport]:
         """The live shards by id. Those whose heartbeat ran out are forgotten on the way."""

@@ -15,9 +15,9 @@ from dataclasses import replace
 from datetime import datetime
 from typing import Any, Literal
 
-from redis.asyncio import Redis
 from redis.commands.core import AsyncScript
 
+from sharding.client import RedisClient
 from sharding.directory import not_owner
 from sharding.errors import Conflict, NotFound
 from sharding.fact_records import Fact, Told, dump_fact, instant, load_fact, text_hash
@@ -40,7 +40,7 @@ VERSIONS_KEPT = 100  # of one fact, beside the one that stands
 class FactStore:
     """Reads and fenced writes of facts. Every method raises `Unavailable` where Redis is away."""
 
-    def __init__(self, redis: Redis, keys: KeySpace) -> None:
+    def __init__(self, redis: RedisClient, keys: KeySpace) -> None:
         self.registry = Registry(redis, keys)
         self._redis = redis
         self._keys = keys

@@ -1,6 +1,6 @@
 """Names of everything Memshard keeps in Redis.
 
-    <ns>:{<user>}:owner:<model>   hash    shard, epoch            who owns the user, for one served model
+    <ns>:{<user>}:owner:<model>   hash    shard, epoch; tier, bytes, used: `directory.py`, for one served model
     <ns>:{<user>}:facts           hash    fact id -> record       JSON, written by `facts.py` only
     <ns>:{<user>}:order           zset    fact id -> seq          the order in which facts were told
     <ns>:{<user>}:hashes          hash    text hash -> fact id    what the user already has

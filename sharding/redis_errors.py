@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from redis.exceptions import ConnectionError, RedisError, TimeoutError
+from redis.exceptions import ConnectionError, RedisClusterException, RedisError, TimeoutError
 
 from sharding.errors import Unavailable
 
@@ -20,7 +20,7 @@ def redis_errors(intent: str) -> Iterator[None]:
     """Run Redis calls; raise `Unavailable` with a sentence built from `intent` ("look up a user") if they fail."""
     try:
         yield
-    except (ConnectionError, TimeoutError, OSError) as error:
+    except (ConnectionError, TimeoutError, RedisClusterException, OSError) as error:
         message = f"Redis could not be reached to {intent}; retry shortly."
         raise Unavailable(message, retry_after_s=RETRY_AFTER_S, cause=str(error)) from error
     except RedisError as error:

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Protocol
 
-from redis.asyncio import Redis
 from redis.commands.core import AsyncScript
 
+from sharding.client import RedisClient
 from sharding.fact_records import instant
 from sharding.ids import UserId
 from sharding.keys import KeySpace
@@ -50,7 +50,7 @@ class OwnerNames(Protocol):
 class Registry(OwnerNames):
     """The registries of all tenants of one installation."""
 
-    def __init__(self, redis: Redis, keys: KeySpace) -> None:
+    def __init__(self, redis: RedisClient, keys: KeySpace) -> None:
         self._redis = redis
         self._keys = keys
         self._register = script(redis, "register")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from importlib import resources
 
-from redis.asyncio import Redis
 from redis.commands.core import AsyncScript
 
+from sharding.client import RedisClient
 
-def script(redis: Redis, *names: str) -> AsyncScript:
+
+def script(redis: RedisClient, *names: str) -> AsyncScript:
     """The files `<name>.lua`, joined in this order into one script; it reaches the server on first use."""
     folder = resources.files("sharding")
     return redis.register_script("\n".join(folder.joinpath(f"{name}.lua").read_text("utf-8") for name in names))

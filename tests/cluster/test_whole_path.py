@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import httpx
 import openai
+import redis
 
 from tests.cluster.test_bring_up import processes_of
 from tests.cluster.whole_server import MODEL, WholeServer
@@ -174,3 +175,19 @@ def test_nothing_acknowledged_is_lost_by_a_restart_of_the_whole_system(server: W
     assert kept == told
     server.wait_encoded("kept-a")
     assert server.ask("kept-a", "What do I play?")["memory"]["injected_tokens"] > 0
+
+
+def test_a_chat_of_a_placed_user_reads_nothing_from_redis(server: WholeServer) -> None:
+    """Heartbeats and notes of use go on meanwhile: they write, and read only what they write."""
+    server.remember("placed", *FACTS)
+    server.wait_encoded("placed")
+    server.ask("placed", "What do I play?")
+    port = next(c.laddr.port for c in server.redis_process().net_connections("tcp") if c.status == "LISTEN")
+    with redis.Redis(port=port) as client:
+        client.config_resetstat()
+        for _ in range(3):
+            assert server.ask("placed", "What do I play?")["memory"]["fact_ids"]
+        counts = client.info("commandstats")
+        assert {f"cmdstat_{name}" for name in ("hgetall", "zrange", "smembers", "mget")}.isdisjoint(counts)
+        lookups = counts.get("cmdstat_hmget", {"calls": 0})["calls"]
+        assert lookups <= counts.get("cmdstat_evalsha", {"calls": 0})["calls"], "each script has one of its own"

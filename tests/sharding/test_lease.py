@@ -57,3 +57,15 @@ def test_an_answer_out_of_order_does_not_shorten_the_lease(lease: Lease, clock: 
     lease.acknowledged(100)
     clock.now = 112
     assert lease.valid()
+
+
+def test_a_redis_with_another_history_begins_a_new_term_and_an_unknown_one_does_not(lease: Lease) -> None:
+    first, second = frozenset({"a", "b"}), frozenset({"a", "c"})
+    lease.acknowledged(100, first)
+    lease.acknowledged(101, first)
+    lease.acknowledged(102, None)
+    assert lease.term == 1
+    lease.acknowledged(103, second)
+    assert lease.term == 2
+    lease.acknowledged(104, second)
+    assert lease.term == 2
