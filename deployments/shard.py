@@ -44,6 +44,7 @@ from deployments.resident_use import ResidentUse
 from deployments.usage import UsageNotes
 from sharding.errors import Busy, EngineFailed
 from sharding.facts import FactStore
+from sharding.ids import UserId
 from sharding.user_memory import UserTable
 
 T = TypeVar("T")
@@ -75,7 +76,7 @@ class Shard:
         self.embedder = embedder
         self.template = template
         self.table = table
-        self.usage = UsageNotes(lambda user: self.ledger.bytes_of(user))
+        self.usage = UsageNotes(self._bytes_of)
         self.users = ResidentUse(table, residents, self.usage)
         self.store = store
         self.planner = ChatPlanner(engine, template, embedder, heads, residents)
@@ -99,6 +100,9 @@ class Shard:
             HistoryCall: reads.history,
             ExportCall: reads.export,
         }
+
+    def _bytes_of(self, user: UserId) -> int:
+        return self.ledger.bytes_of(user)
 
     async def warm_up(self) -> None:
         """Runs each path once: the default head is encoded and injected, a sentence embedded."""

@@ -76,7 +76,7 @@ async def test_facts_are_appended_embedded_and_deleted_by_the_owner_only(redis: 
         placement = await directory.claim(user, HERE, None)
         (first, _), (second, _) = await store.append(placement, ["one", "two"], "turn", NOW)
         await store.put_embeddings(placement, {first.id: b"1234"})
-        assert await store.delete(placement, second.id)
+        assert await store.delete(placement, [second.id])
         assert [(fact.text, fact.embedding) for fact in await store.load(user)] == [("one", b"1234")]
         moved = await directory.switch(placement, ELSEWHERE)
         with pytest.raises(WrongShard):
