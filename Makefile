@@ -8,12 +8,17 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .SUFFIXES:
+<<<<<<< HEAD
 .PHONY: help up test test-models test-kernels test-gpu check format bench lock install clean
+=======
+.PHONY: help up test test-models test-gpu check manifests-check format bench lock install clean
+>>>>>>> f7e3bae (Say what a cluster on Kubernetes is: manifests, overlays, images, and a check that refuses mistakes in them)
 MAKEFLAGS += --no-print-directory --no-builtin-rules
 
 UV_VERSION := 0.13.9
 TORCH_VERSION := 2.13.0
 BIN := .venv/bin
+SHARED := fastapi|httpx|numpy|pydantic|pydantic-settings|redis|starlette|tokenizers|transformers|uvicorn
 hash = $(shell sha256sum $(1) 2>/dev/null | cut -c1-16)
 LOCKED := .venv/locked-$(call hash,requirements.lock)
 INSTALLED := .venv/installed-$(call hash,pyproject.toml)
@@ -53,6 +58,9 @@ check: $(INSTALLED) ## check format, lint, types and import layers
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 
+manifests-check: $(INSTALLED) ## build every Kubernetes overlay and check it (needs kubectl)
+	@$(BIN)/python -W ignore -m k8s.check $(ARGS)
+
 format: $(INSTALLED) ## format the code and fix what lint can fix
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
@@ -65,6 +73,10 @@ lock: $(BIN)/uv ## resolve pyproject.toml into requirements.lock (ARGS=--upgrade
 	@links=$(links); if [[ -n $$links ]]; then export UV_FIND_LINKS=$$links; else export UV_TORCH_BACKEND=cpu; fi; \
 	$(BIN)/uv pip compile --quiet pyproject.toml --group dev --group bench --overrides requirements.overrides \
 	  --python-version 3.11 --custom-compile-command "make lock" --output-file requirements.lock $(ARGS)
+	@echo "==> Resolving k8s/images/cuda.lock"
+	@$(BIN)/uv pip compile --quiet pyproject.toml k8s/images/cuda.in --overrides k8s/images/cuda.overrides \
+	  --constraints <(grep -E '^($(SHARED))==' requirements.lock) --python-version 3.11 \
+	  --custom-compile-command "make lock" --output-file k8s/images/cuda.lock
 
 install: $(INSTALLED) ## build the environment only
 

@@ -1,4 +1,7 @@
-"""The composition root: plain classes become Serve deployments here, and nowhere else."""
+"""The composition root: plain classes become Serve deployments here, and nowhere else.
+
+`memshard serve` calls `build`; `serve deploy` and KubeRay name `cluster.app:application` as the import path.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,41 @@ from typing import Any
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 
-from cluster.models import model_name
-from cluster.settings import Settings
+from cluster.models import embedding_model, model_name, prepare_language_model
+from cluster.settings import PREFIX, Settings
 from deployments.gateway import GatewayReplica, GatewayStores
 from deployments.replica import OpenShard, ShardReplica
 from deployments.router import PinnedRouter
 from deployments.settings import GatewaySettings, ShardSettings
 from sharding.client import connect
 from sharding.directory import Directory
+from sharding.errors import StartupError
 from sharding.keys import KeySpace
 from sharding.placement import PlacementPolicy
 from sharding.registry import Registry
+
+SHARD_RESOURCE = "memshard_shard"
+GATEWAY_RESOURCE = "memshard_gateway"
+"""What a Ray node offers, once for each shard or gateway that may run on it (see `Settings.place_by_resource`)."""
+
+
+def application(args: dict[str, Any]) -> serve.Application:
+    """The application of a cluster that somebody else started: settings from the environment, `args` over them.
+
+    `args` names fields of `Settings`. What it changes is rolled out in place by Serve.
+
+    Raises:
+        StartupError: a setting is wrong or unknown, or no Redis is named: there is no embedded one here.
+    """
+    settings = Settings.from_environment(**args)
+    if settings.redis_url is None:
+        raise StartupError(f"{PREFIX}REDIS_URL is needed where `memshard serve` does not bring a Redis along")
+    return build(
+        settings,
+        redis_url=settings.redis_url,
+        model_path=prepare_language_model(settings),
+        embedding_path=embedding_model(settings),
+    )
 
 
 def build(
@@ -42,7 +69,7 @@ def build(
         health_check_timeout_s=30,
         graceful_shutdown_timeout_s=settings.stop_deadline_s,
         request_router_config=RequestRouterConfig(request_router_class=PinnedRouter),
-        ray_actor_options={"num_cpus": 0},
+        ray_actor_options=_actor_options(settings, SHARD_RESOURCE, gpus=settings.gpus_per_shard),
     )
     gateways = serve.deployment(
         serve.ingress()(GatewayReplica),
@@ -50,7 +77,7 @@ def build(
         num_replicas=settings.gateways,
         max_ongoing_requests=1024,
         graceful_shutdown_timeout_s=settings.stop_deadline_s,
-        ray_actor_options={"num_cpus": 0},
+        ray_actor_options=_actor_options(settings, GATEWAY_RESOURCE),
     )
     shard_settings = ShardSettings(
         model=model,
@@ -58,6 +85,8 @@ def build(
         embedding_path=embedding_path,
         redis_url=redis_url,
         namespace=settings.namespace,
+        cluster=settings.cluster,
+        gpus=settings.gpus_per_shard,
         shards=settings.shards,
         threads=settings.threads_per_shard,
         max_model_len=settings.max_model_len,
@@ -78,11 +107,17 @@ def build(
     )
     application: Any = gateways.bind(
         shards.bind(shard_settings, open_shard),
-        partial(open_stores, redis_url, KeySpace(settings.namespace, model)),
+        partial(open_stores, redis_url, KeySpace(settings.namespace, model, settings.cluster)),
         PlacementPolicy(),
         gateway_settings,
     )
     return application
+
+
+def _actor_options(settings: Settings, resource: str, gpus: int = 0) -> dict[str, Any]:
+    """Cores are shared out by the shards themselves, so Ray counts none."""
+    resources = {resource: 1} if settings.place_by_resource else {}
+    return {"num_cpus": 0, "num_gpus": gpus, "resources": resources}
 
 
 def open_stores(redis_url: str, keys: KeySpace) -> GatewayStores:

@@ -52,7 +52,12 @@ class Settings(BaseSettings):
     shards: Count = 2
     """Shard replicas, each with an engine and the users it owns."""
     namespace: str = Field("memshard", pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")
-    """Prefix of this cluster's keys in Redis and its namespace in Ray; clusters that share a Redis differ in it."""
+    """Prefix of this installation's keys in Redis and its namespace in Ray; those that share a Redis differ in it."""
+    cluster: str = Field("", max_length=253)
+    """This cluster among those of one installation: while an upgrade replaces a cluster by another, both live, and each
+    sends requests to its own shards only. Their users' facts are the same."""
+    place_by_resource: bool = False
+    """Run shards and gateways only on Ray nodes that offer the resource `memshard_shard` or `memshard_gateway`."""
 
     state_dir: Path = Field(default_factory=default_state_dir)
     """Directory of what outlives a restart: prepared models, the embedded Redis' data, logs. Used by one server
@@ -75,6 +80,8 @@ class Settings(BaseSettings):
 
     threads_per_shard: Count | None = None
     """CPU threads that a shard's engine computes with; None divides the machine's cores among its shards."""
+    gpus_per_shard: Annotated[int, Field(ge=0)] = 0
+    """GPUs of one shard, which its engine spans by tensor parallelism; 0 computes on CPU cores."""
     kv_cache_bytes: Bytes = GIB
     """vLLM's paged KV cache, per shard."""
     chunk_device_bytes: Bytes = GIB

@@ -65,7 +65,7 @@ class ShardReplica:
         async with AsyncExitStack() as undo:
             redis = connect(settings.redis_url)
             undo.push_async_callback(redis.aclose)
-            keys = KeySpace(settings.namespace, settings.model)
+            keys = KeySpace(settings.namespace, settings.model, settings.cluster)
             self._directory = Directory(redis, keys)
             self._lease = Lease(settings.heartbeat_ttl_s, settings.redis_grace_s)
             start = open_shard or _product()

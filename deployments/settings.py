@@ -44,3 +44,5 @@ class ShardSettings:
     heartbeat_ttl_s: float
     redis_grace_s: float
     resident_users: int = 10_000  # users whose facts and index are in the replica's memory
+    cluster: str = ""  # among those of the namespace; its shards know only each other
+    gpus: int = 0  # that the engine spans; 0: CPU cores

@@ -37,6 +37,7 @@ async def open_shard(
                 chunk_budget_bytes=settings.chunk_device_bytes,
                 max_model_len=settings.max_model_len,
                 kv_cache_bytes=settings.kv_cache_bytes,
+                tensor_parallel=max(1, settings.gpus),
                 eager=not torch.cuda.is_available(),
             )
         )

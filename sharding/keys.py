@@ -14,6 +14,9 @@
     <ns>:{shards:<model>}:<id>    string  a shard's last report, with a TTL
     <ns>:{tenant:<tenant>}:…      what the tenant has: see `registry.py`
 
+Where `cluster` is given, its shards are in `{shards:<model>:<cluster>}`: two clusters of one installation share users
+and facts, and do not see each other's shards, so each takes over, under a new epoch, whomever the other owns.
+
 The braces are Redis Cluster's hash tag: all keys of one user, and all keys of one model's shards, lie in one
 slot, so a Lua script may touch them together. User ids are percent-encoded, so that no id (braces, colons,
 control characters, lone surrogates) can leave its tag or meet another's; an encoded id holds no colon, so no
@@ -30,10 +33,11 @@ from sharding.ids import ShardId, UserId
 
 @dataclass(frozen=True, slots=True)
 class KeySpace:
-    """The keys of one installation (`namespace`) serving one `model`. Both may be any text."""
+    """The keys of one installation (`namespace`) serving one `model`, as `cluster` sees them. All may be any text."""
 
     namespace: str
     model: str
+    cluster: str = ""
 
     def placement(self, user: UserId) -> str:
         """Owner and epoch; the only key of a user that depends on the model."""
@@ -71,7 +75,8 @@ class KeySpace:
         return f"{self._of(user)}:seq"
 
     def shards(self) -> str:
-        return f"{_escape(self.namespace)}:{{shards:{_escape(self.model)}}}"
+        cluster = f":{_escape(self.cluster)}" if self.cluster else ""
+        return f"{_escape(self.namespace)}:{{shards:{_escape(self.model)}{cluster}}}"
 
     def shard(self, shard: ShardId) -> str:
         return f"{self.shards()}:{_escape(shard)}"

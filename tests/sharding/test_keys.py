@@ -53,3 +53,9 @@ def test_a_namespace_with_braces_does_not_take_the_hash_tag() -> None:
 def test_the_keys_of_the_shards_lie_in_one_slot() -> None:
     slots = {key_slot(key.encode()) for key in (KEYS.shards(), KEYS.shard(ShardId("a")), KEYS.shard(ShardId("}b{")))}
     assert len(slots) == 1
+
+
+def test_clusters_of_one_installation_share_users_and_not_shards() -> None:
+    blue, green = KeySpace("memshard", "m", "blue"), KeySpace("memshard", "m", "green")
+    assert keys_of("alice", blue) == keys_of("alice", green)
+    assert len({KeySpace("memshard", "m").shards(), blue.shards(), green.shards()}) == 3

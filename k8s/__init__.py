@@ -1,0 +1,1 @@
+"""Manifests, images, and the check of both."""

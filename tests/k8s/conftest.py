@@ -1,0 +1,1 @@
+import tests.deployments.quiet_ray  # noqa: F401  # before anything that imports ray
