@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 from pathlib import Path
 from typing import Annotated
@@ -9,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from cluster.processes import INTERRUPTED
+from cluster import processes
 from sharding.errors import MemshardError
 
 app = typer.Typer(help="Measure what the README quotes.", no_args_is_help=True)
@@ -50,7 +51,7 @@ def ttft(
         with serving(console, url, model) as address:
             name, samples = ttft.measure(address, console, counts, rounds)
     except KeyboardInterrupt:
-        raise typer.Exit(INTERRUPTED) from None
+        raise typer.Exit(processes.INTERRUPTED) from None
     finally:
         console.show_cursor()
     console.print(ttft_report.times(name, samples), ttft_report.ratios(samples), sep="\n")
@@ -65,6 +66,36 @@ def ttft(
             x="facts in memory (about 25 tokens each)",
             y="ms, median and quartiles",
         )
+
+
+@app.command()
+def encode(
+    quick: Quick = False,
+    json: Json = None,
+    plot: Plot = None,
+    model: Model = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Rounds of each of the two measurements.")] = None,
+) -> None:
+    """What encoding a fact costs, by window, and what the chats that go on meanwhile feel of it."""
+    _check_targets(json, plot)
+    from benchmarks import encode, encode_report
+    from benchmarks.results import Report, plot_lines
+
+    console = Console()
+    default = encode.QUICK_ROUNDS if quick else encode.ROUNDS
+    try:
+        with processes.interruptible():
+            measured = asyncio.run(encode.measure(model, console, *((rounds, rounds) if rounds else default)))
+    except KeyboardInterrupt:
+        raise typer.Exit(processes.INTERRUPTED) from None
+    finally:
+        console.show_cursor()
+    console.print(encode_report.cost_table(measured), encode_report.chat_table(measured), sep="\n")
+    if json is not None:
+        Report.of("encode", list(encode_report.rows(measured))).write_json(json)
+    if plot is not None:
+        title = f"Encoding one fact, {measured.model}"
+        plot_lines(plot, encode_report.lines(measured), title=title, x="window (facts)", y="ms a fact")
 
 
 def _check_targets(*paths: Path | None) -> None:

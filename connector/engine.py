@@ -60,6 +60,8 @@ class MemoryEngine:
         self.token_bytes = token_bytes  # of chunks, over all ranks
         self.refusal = refusal  # why this model's memory can only be served as text, or None
         self.max_model_len: int = llm.model_config.max_model_len
+        self.block_tokens: int = llm.vllm_config.cache_config.block_size  # of the paged cache
+        self.counters = {"encode_prefilled_tokens": 0, "encode_cached_tokens": 0}
 
     @classmethod
     async def start(cls, settings: EngineSettings, *, serve_refused: bool = False) -> MemoryEngine:
@@ -189,13 +191,16 @@ class MemoryEngine:
             async with aclosing(self.llm.generate(prompt, sampling, request_id, priority=ENCODE_PRIORITY)) as outputs:
                 async for output in outputs:
                     cached = output.num_cached_tokens or 0
+            self.counters["encode_prefilled_tokens"] += len(token_ids) - cached
+            self.counters["encode_cached_tokens"] += cached
         except EngineDeadError as error:
             raise EngineFailed("The engine of this shard has died.") from error
         finally:
             # Also after an abort: half a chunk must not stay in the worker's budget.
-            settled = asyncio.ensure_future(self._rpc("memshard_settle", [range_.id for range_ in captures]))
-            ranks = await asyncio.shield(settled)
-            done = set.intersection(*(set(rank) for rank in ranks))
+            if captures:
+                settled = asyncio.ensure_future(self._rpc("memshard_settle", [range_.id for range_ in captures]))
+                ranks = await asyncio.shield(settled)
+                done = set.intersection(*(set(rank) for rank in ranks))
         return done, cached
 
     async def drop(self, ids: Sequence[ChunkId]) -> None:

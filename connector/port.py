@@ -37,6 +37,8 @@ class Engine(Protocol):
 
     model_digest: str
     token_bytes: int
+    block_tokens: int
+    counters: dict[str, int]
     refusal: str | None
     max_model_len: int
 

@@ -36,10 +36,12 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class EncodeJob:
-    """One prefill that captures several facts."""
+    """A prefill that captures several facts. `known_tokens`: how many of the first are likely to be in vLLM's prefix
+    cache."""
 
     token_ids: tuple[int, ...]
     captures: tuple[CaptureRange, ...]
+    known_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +105,9 @@ class FactChunks:
                     end = start + len(line.token_ids)
                 start += len(line.token_ids)
             if captures and end <= self._room:
-                yield EncodeJob(self._tokens(layout.lines)[:end], tuple(captures))
+                # Where earlier facts of this prompt have their chunks, it was prefilled up to here.
+                known = captures[0].start if resident(ids[0]) else 0
+                yield EncodeJob(self._tokens(layout.lines)[:end], tuple(captures), known)
 
     def _lay_out(self, lines: Sequence[Line]) -> Iterator[_Layout]:
         if self._window_facts == 0:

@@ -27,6 +27,7 @@ from connector.chunk import CaptureRange, ChunkId
 from connector.plan import PromptPlan
 from connector.port import CHAT_PRIORITY, Engine, EngineDelta
 from connector.template import PromptTemplate
+from deployments.encode_pace import EncodePace
 from deployments.settings import ShardSettings
 from deployments.shard import Shard
 from deployments.shard_parts import put_together
@@ -59,9 +60,14 @@ class DeterministicEngine:
         self.refusal: str | None = None
         self.max_model_len = max_model_len
         self.token_bytes = token_bytes
+        self.block_tokens = 1
         self.dead = False  # for whoever wants to see it die
         self.chunks: dict[ChunkId, tuple[int, ...]] = {}
-        self.counters = {"injected_tokens": 0, "failed_loads": 0, "captured_tokens": 0}
+        self.counters = {
+            "injected_tokens": 0,
+            "failed_loads": 0,
+            "encode_prefilled_tokens": 0,
+        }
         self._budget_tokens = chunk_budget_bytes // token_bytes
         self._step_s = step_s
 
@@ -99,7 +105,7 @@ class DeterministicEngine:
             if held <= self._budget_tokens:
                 self.chunks[range_.id] = tuple(token_ids[range_.start : range_.start + range_.tokens])
                 done.add(range_.id)
-        self.counters["captured_tokens"] += sum(len(self.chunks[id_]) for id_ in done)
+        self.counters["encode_prefilled_tokens"] += len(token_ids)
         return done
 
     async def drop(self, ids: Sequence[ChunkId]) -> None:
@@ -203,6 +209,8 @@ async def open_shard(
     )
     embedder = WordEmbedder()
     table = UserTable(me, directory, store, lease, dim=embedder.dim, capacity=settings.resident_users)
-    shard = put_together(settings, engine, embedder, PromptTemplate(ByteTokenizer()), table, store)
+    shard = put_together(
+        settings, engine, embedder, PromptTemplate(ByteTokenizer()), table, store, EncodePace(MAX_MODEL_LEN)
+    )
     await shard.warm_up()
     return shard

@@ -1,7 +1,9 @@
 """Turning durable facts into chunks, in the background, at lower priority than chats.
 
-    submit(owner, wishes) ─► queue, each owner once ─► up to ENCODES_AT_ONCE owners at a time, one job each:
-                                     reserve bytes ─► drop the evicted ─► prefill with captures ─► commit or abort
+    submit(owner, wishes) ─► queue, each owner once ─► up to ENCODES_AT_ONCE owners at a time, one job each, in steps:
+         wait until no chat waits ─► reserve bytes ─► drop the evicted ─► prefill with captures ─► commit or abort
+
+Steps are short (`connector.encode_steps`), and `encode_pace` says when one may begin.
 
 Until its chunk is there a fact is served as text. What does not fit the budget stays text, and is tried again when
 the owner is submitted again: with each chat that misses a chunk.
@@ -19,9 +21,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from connector.chunk import ChunkId, text_salt
+from connector.encode_steps import steps
 from connector.ledger import ChunkLedger
 from connector.port import Engine
 from connector.windows import EncodeJob
+from deployments.encode_pace import EncodePace
 from sharding.errors import EngineFailed
 
 ENCODES_AT_ONCE = 4
@@ -47,8 +51,9 @@ class _Submission(NamedTuple):
 class Encoder:
     """The only one that changes what the ledger holds. Made on the event loop that it runs on."""
 
-    def __init__(self, engine: Engine, ledger: ChunkLedger) -> None:
+    def __init__(self, engine: Engine, ledger: ChunkLedger, pace: EncodePace) -> None:
         self._engine = engine
+        self.pace = pace
         self._ledger = ledger
         self._waiting: dict[str, _Submission] = {}  # by owner, in the order of arrival
         self._running: dict[str, _Submission] = {}
@@ -121,29 +126,39 @@ class Encoder:
             except EngineFailed:
                 raise
             except Exception:  # the loop's edge: one job's failure must not end encoding for the others
-                log.exception("Encoding failed; %d chunks stay text", len(job.captures))
+                log.exception("Encoding failed; up to %d chunks stay text", len(job.captures))
             if owner in self._waiting:
                 return  # the rest may name facts that are deleted by now
 
     async def _encode(self, owner: str, job: EncodeJob, spare_s: float) -> None:
-        refs = [(range_.id, range_.tokens) for range_ in job.captures]
-        evicted = self._ledger.reserve(owner, refs, spare_s=spare_s)
+        refs = {range_.id: range_.tokens for range_ in job.captures}
+        evicted = self._ledger.reserve(owner, list(refs.items()), spare_s=spare_s)
         if evicted is None:
             log.info("The chunk budget is used up; %d chunks stay text", len(refs))
             return
-        ids = [range_.id for range_ in job.captures]
-        done: set[ChunkId] = set()
         try:
             await self._drop(evicted)
+            sizes = {"step_tokens": self.pace.step_tokens, "block_tokens": self._engine.block_tokens}
+            for step in steps(job, **sizes):
+                async with self.pace.turn(len(step.token_ids) - step.known_tokens):
+                    if owner in self._waiting:
+                        return
+                    await self._prefill(owner, step)
+        finally:
+            self._ledger.abort(refs)
+
+    async def _prefill(self, owner: str, step: EncodeJob) -> None:
+        ids = [range_.id for range_ in step.captures]
+        done: set[ChunkId] = set()
+        try:
             done = await self._engine.encode(
-                f"encode-{uuid.uuid4().hex}", job.token_ids, job.captures, text_salt(owner)
+                f"encode-{uuid.uuid4().hex}", step.token_ids, step.captures, text_salt(owner)
             )
         except BaseException:
             self._to_drop.update(ids)  # nobody said that the workers hold nothing of it
             raise
         finally:
             unwanted = self._ledger.commit(done)
-            self._ledger.abort(ids)
         await self._drop(unwanted)
 
     async def _drop(self, ids: Iterable[ChunkId]) -> None:

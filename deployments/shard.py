@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -129,7 +129,8 @@ class Shard:
         Raises `Busy`, `WrongShard`, `Unavailable`, `InvalidRequest`, `ContextTooLong` before the first event, and
         `EngineFailed` at any time.
         """
-        with self._admitted():
+        with self._admitted(), ExitStack() as waiting:
+            waiting.enter_context(self.encoder.pace.chat_waits())
             plan = await self._plan(call)
             with self.ledger.pinned(call.asker or SHARED, [id_ for id_, _ in plan.prompt.load]):
                 sampling = self.engine.sampling(plan.max_tokens, call.sampling.stop, **call.sampling.given())
@@ -139,6 +140,7 @@ class Shard:
                     aclosing(self._events(plan, deltas)) as events,
                 ):
                     async for event in events:
+                        waiting.close()
                         yield event
 
     async def _plan(self, call: ChatCall) -> ChatPlan:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from connector.ledger import ChunkLedger
 from connector.port import Engine
 from connector.template import PromptTemplate
+from deployments.encode_pace import EncodePace
 from deployments.encoder import Encoder
 from deployments.heads import Heads
 from deployments.ports import Embeds
@@ -22,10 +23,11 @@ def put_together(
     template: PromptTemplate,
     table: UserTable,
     store: FactStore,
+    pace: EncodePace,
 ) -> Shard:
     """A shard around an engine that runs. Its encoder runs from here on; `Shard.close` ends all of it."""
     ledger = ChunkLedger(settings.chunk_device_bytes, engine.token_bytes)
-    encoder = Encoder(engine, ledger)
+    encoder = Encoder(engine, ledger, pace)
     residents = Residents(
         store,
         embedder,

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 from connector.engine import EngineSettings, MemoryEngine
 from connector.template import PromptTemplate
 from deployments.embedder import Embedder
+from deployments.encode_pace import CPU_STEP_TOKENS, GPU_STEP_TOKENS, EncodePace
 from deployments.settings import ShardSettings
 from deployments.shard import Shard
 from deployments.shard_parts import put_together
@@ -43,7 +44,8 @@ async def open_shard(
         )
         undo.callback(engine.shutdown)
         table = UserTable(me, directory, store, lease, dim=embedder.dim, capacity=settings.resident_users)
-        shard = put_together(settings, engine, embedder, template, table, store)
+        pace = EncodePace(GPU_STEP_TOKENS if torch.cuda.is_available() else CPU_STEP_TOKENS)
+        shard = put_together(settings, engine, embedder, template, table, store, pace)
         undo.callback(shard.encoder.close)
         await shard.warm_up()
         undo.pop_all()

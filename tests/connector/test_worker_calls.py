@@ -24,6 +24,7 @@ class OneWorker:
     """An `AsyncLLM` with one worker, which keeps what it computes, but for what it has no room for."""
 
     model_config = SimpleNamespace(max_model_len=64)
+    vllm_config = SimpleNamespace(cache_config=SimpleNamespace(block_size=16))
 
     def __init__(self) -> None:
         self.cached_tokens = 0

@@ -1,4 +1,5 @@
-"""The gateway in this process, reached without a socket (`client`) or with one (`server_url`)."""
+"""The gateway in this process, reached without a socket (`client`) or with one (`server_url`); and the encoder before
+an engine in memory."""
 
 from __future__ import annotations
 
@@ -13,7 +14,11 @@ import pytest
 import quiet_ray  # noqa: F401  # before anything that imports ray
 import uvicorn
 from gateway_fakes import Cluster
+from slow_engine import STEP_TOKENS, SlowEngine
 
+from connector.ledger import ChunkLedger
+from deployments.encode_pace import EncodePace
+from deployments.encoder import Encoder
 from deployments.gateway import create_app
 
 
@@ -50,3 +55,27 @@ def serving(cluster: Cluster) -> Iterator[str]:
         thread.join(timeout=10)
         listening.close()
     assert not thread.is_alive()
+
+
+@pytest.fixture
+def engine(request: pytest.FixtureRequest) -> SlowEngine:
+    """With room for as many tokens as the module's BUDGET says."""
+    return SlowEngine(request.module.BUDGET)
+
+
+@pytest.fixture
+def ledger(engine: SlowEngine) -> Iterator[ChunkLedger]:
+    ledger = ChunkLedger(engine.budget_tokens, engine.token_bytes)
+    yield ledger
+    ledger.check_integrity()
+
+
+@pytest.fixture
+async def encoder(engine: SlowEngine, ledger: ChunkLedger) -> AsyncIterator[Encoder]:
+    encoder = Encoder(engine, ledger, EncodePace(STEP_TOKENS))
+    yield encoder
+    encoder.close()
+    engine.gate.set()
+    await asyncio.sleep(0.01)
+    for id_ in engine.chunks:
+        assert ledger.peek_resident(id_), "a worker holds a chunk that the ledger does not count"

@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from slow_engine import SlowEngine
+from slow_engine import STEP_TOKENS, SlowEngine
 
 from connector.ledger import ChunkLedger
 from connector.template import PromptTemplate
+from deployments.encode_pace import EncodePace
 from deployments.encoder import Encoder
 from deployments.resident import Residents
 from sharding.facts import Fact, text_hash
@@ -73,7 +74,7 @@ class Home:
         self.engine = SlowEngine(budget)
         self.now = 0.0
         self.ledger = ChunkLedger(budget, self.engine.token_bytes, clock=lambda: self.now)
-        self.encoder = Encoder(self.engine, self.ledger)  # type: ignore[arg-type]
+        self.encoder = Encoder(self.engine, self.ledger, EncodePace(STEP_TOKENS))  # type: ignore[arg-type]
         self.embedder = LengthEmbedder()
         self.shelf = Shelf()
         self.template = PromptTemplate(LetterTokenizer())

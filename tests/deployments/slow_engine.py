@@ -28,12 +28,16 @@ class Prefill:
         return [range_.id for range_ in self.captures]
 
 
+STEP_TOKENS = 1_000  # of the encoder before it: every job is one prefill
+
+
 class SlowEngine:
     """`gate` closed makes each `encode` and `drop` wait; `fails_with` makes encodes fail, `drops_fail_with`
     drops; `loses` names chunks that never become complete."""
 
     model_digest = "model"
     token_bytes = 1
+    block_tokens = 1
 
     def __init__(self, budget_tokens: int) -> None:
         self.refusal: str | None = None
@@ -47,6 +51,7 @@ class SlowEngine:
         self.fails_with: Exception | None = None
         self.drops_fail_with: Exception | None = None
         self.loses: set[ChunkId] = set()
+        self.counters: dict[str, int] = {}
 
     def sampling(self, *_: Any, **given: float) -> None: ...
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
-from slow_engine import SlowEngine, dead
+from slow_engine import STEP_TOKENS, SlowEngine, dead
 
 from connector.chunk import CaptureRange, ChunkId, chunk_id, text_salt
 from connector.ledger import ChunkLedger
 from connector.windows import EncodeJob
+from deployments.encode_pace import EncodePace
 from deployments.encoder import ENCODES_AT_ONCE, Encoder
 from sharding.errors import EngineFailed
 
@@ -26,29 +28,6 @@ def job(owner: str, *facts: int) -> EncodeJob:
 
 def ids_of(jobs: Sequence[EncodeJob]) -> list[ChunkId]:
     return [range_.id for job in jobs for range_ in job.captures]
-
-
-@pytest.fixture
-def engine() -> SlowEngine:
-    return SlowEngine(BUDGET)
-
-
-@pytest.fixture
-def ledger(engine: SlowEngine) -> Iterator[ChunkLedger]:
-    ledger = ChunkLedger(BUDGET, engine.token_bytes)
-    yield ledger
-    ledger.check_integrity()
-
-
-@pytest.fixture
-async def encoder(engine: SlowEngine, ledger: ChunkLedger) -> AsyncIterator[Encoder]:
-    encoder = Encoder(engine, ledger)  # type: ignore[arg-type]
-    yield encoder
-    encoder.close()
-    engine.gate.set()
-    await asyncio.sleep(0.01)
-    for id_ in engine.chunks:
-        assert ledger.peek_resident(id_), "a worker holds a chunk that the ledger does not count"
 
 
 class Missing:
@@ -80,6 +59,42 @@ async def test_what_was_submitted_is_encoded_one_prefill_a_job_under_the_owners_
     assert [prefill.token_ids for prefill in engine.prefills] == [(0, 1, 1, 2, 2), (0, 3, 3)]
     assert {prefill.salt for prefill in engine.prefills} == {text_salt("alice")}
     assert encoder.backlog() == 0
+
+
+async def test_a_long_job_is_prefilled_in_steps_and_what_one_captured_is_served_before_the_next(
+    engine: SlowEngine, ledger: ChunkLedger
+) -> None:
+    encoder = Encoder(engine, ledger, EncodePace(step_tokens=4))
+    ids = ids_of([job("alice", 1, 2, 3, 4)])
+    served: list[list[bool]] = []
+    encode = engine.encode
+
+    async def watched(*args: Any) -> set[ChunkId]:
+        served.append(list(map(ledger.peek_resident, ids)))
+        return await encode(*args)
+
+    engine.encode = watched  # type: ignore[method-assign]
+    await encoder.submit("alice", Missing(job("alice", 1, 2, 3, 4)))
+    await encoder.settled("alice")
+    encoder.close()
+    assert [len(prefill.token_ids) for prefill in engine.prefills] == [3, 7, 9]
+    assert served == [[False] * 4, [True, False, False, False], [True, True, True, False]]
+    assert list(engine.chunks) == ids
+
+
+async def test_steps_that_were_not_begun_are_left_out_when_the_facts_change(
+    engine: SlowEngine, ledger: ChunkLedger
+) -> None:
+    encoder = Encoder(engine, ledger, EncodePace(step_tokens=4))
+    engine.gate.clear()
+    await encoder.submit("alice", Missing(job("alice", 1, 2, 3, 4)))
+    await until(lambda: engine.running)
+    await encoder.submit("alice", Missing())
+    engine.gate.set()
+    await encoder.settled("alice")
+    encoder.close()
+    assert len(engine.prefills) == 1
+    assert (len(ledger), ledger.bytes) == (1, 2), "what the other steps had reserved is given back"
 
 
 async def test_the_backlog_counts_chunks_that_wait_or_run(encoder: Encoder, engine: SlowEngine) -> None:
@@ -278,7 +293,7 @@ async def test_whoever_waits_for_one_owner_does_not_wait_for_another(encoder: En
 
 
 async def test_closing_gives_back_what_a_running_encode_had_reserved(engine: SlowEngine, ledger: ChunkLedger) -> None:
-    encoder = Encoder(engine, ledger)  # type: ignore[arg-type]
+    encoder = Encoder(engine, ledger, EncodePace(STEP_TOKENS))
     engine.gate.clear()
     await encoder.submit("alice", Missing(job("alice", 1)))
     await until(lambda: engine.running)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
 
 import pytest
 from slow_engine import SlowEngine, dead
@@ -19,22 +18,8 @@ DEFAULT = (9, 9)
 
 
 @pytest.fixture
-def engine() -> SlowEngine:
-    return SlowEngine(BUDGET)
-
-
-@pytest.fixture
-def ledger(engine: SlowEngine) -> Iterator[ChunkLedger]:
-    ledger = ChunkLedger(BUDGET, engine.token_bytes)
-    yield ledger
-    ledger.check_integrity()
-
-
-@pytest.fixture
-async def heads(engine: SlowEngine, ledger: ChunkLedger) -> AsyncIterator[Heads]:
-    encoder = Encoder(engine, ledger)  # type: ignore[arg-type]
-    yield Heads(engine.model_digest, encoder, ledger, DEFAULT)
-    encoder.close()
+def heads(engine: SlowEngine, ledger: ChunkLedger, encoder: Encoder) -> Heads:
+    return Heads(engine.model_digest, encoder, ledger, DEFAULT)
 
 
 async def seen_twice(heads: Heads, *token_ids: int) -> Piece:

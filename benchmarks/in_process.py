@@ -1,0 +1,95 @@
+"""A shard with the real engine in this process: for benchmarks of what lies below HTTP.
+
+Opened as a replica opens its own (`deployments/shard_start.py::open_shard`), on an embedded Redis in a temporary
+directory and with a lease that does not end. The engine computes on one core, this process on the others.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cluster import models, processes
+from cluster.embedded_redis import EmbeddedRedis
+from cluster.settings import GIB, Settings
+from deployments.settings import ShardSettings
+from sharding.client import connect
+from sharding.directory import Directory
+from sharding.facts import FactStore
+from sharding.ids import Placement, ShardId, UserId
+from sharding.keys import KeySpace
+from sharding.lease import Lease
+
+if TYPE_CHECKING:
+    from deployments.shard import Shard
+
+ME = ShardId("bench")
+FOR_EVER_S = 1e9
+
+
+class OpenShard:
+    """The shard, the name of its model and its window, and a way to make users."""
+
+    def __init__(self, shard: Shard, model: str, window_facts: int, directory: Directory) -> None:
+        self.shard = shard
+        self.model = model
+        self.window_facts = window_facts
+        self._directory = directory
+
+    async def owner_of(self, user: str) -> Placement:
+        """A user of this shard."""
+        return await self._directory.claim(UserId(user), ME, None)
+
+
+@asynccontextmanager
+async def shard_in_process(model: Path | None) -> AsyncIterator[OpenShard]:
+    """Raises `StartupError`."""
+    settings = Settings.from_environment(model=model)
+    model_path = models.prepare_language_model(settings)
+    os.environ.update(models.OFFLINE)
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", str(max(os.sched_getaffinity(0))))
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from deployments.shard_start import open_shard  # imports vLLM, which reads its environment then
+
+    processes.adopt_orphans()
+    with tempfile.TemporaryDirectory(prefix="memshard-bench-") as scratch, EmbeddedRedis(Path(scratch)) as server:
+        server.wait_ready()
+        name = models.model_name(settings)
+        async with connect(server.url) as redis:
+            keys = KeySpace("bench", name)
+            directory, lease = Directory(redis, keys), Lease(FOR_EVER_S, FOR_EVER_S)
+            lease.acknowledged(time.monotonic())
+            shard = await open_shard(
+                ShardSettings(
+                    model=name,
+                    model_path=model_path,
+                    embedding_path=models.embedding_model(settings),
+                    redis_url=server.url,
+                    namespace=keys.namespace,
+                    shards=1,
+                    threads=1,
+                    max_model_len=settings.max_model_len,
+                    kv_cache_bytes=settings.kv_cache_bytes,
+                    chunk_device_bytes=GIB,
+                    window_facts=settings.window_facts,
+                    max_fact_tokens=settings.max_fact_tokens,
+                    max_requests_in_flight=settings.max_requests_in_flight,
+                    heartbeat_interval_s=settings.heartbeat_interval_s,
+                    heartbeat_ttl_s=settings.heartbeat_ttl_s,
+                    redis_grace_s=settings.redis_grace_s,
+                ),
+                ME,
+                directory,
+                FactStore(redis, keys),
+                lease,
+            )
+            try:
+                yield OpenShard(shard, name, settings.window_facts, directory)
+            finally:
+                shard.close()
+                processes.end_descendants()

@@ -1,0 +1,78 @@
+"""When the next prefill of an encode may begin: live chats come first.
+
+vLLM's priorities order what waits inside the engine; they do not shorten a step that runs, and what a step has room for
+beside a chat's prefill goes to encodes and makes that step longer. So encodes are kept out of the engine instead:
+
+- at most `step_tokens` tokens of them are in it at a time: one short step's worth, of one user or of many;
+- none is begun while a chat waits for its first token, for as long as `PATIENCE_S`: under chats without a pause
+  encoding has to go on, for a fact without a chunk makes every chat that needs it slower;
+- while there are chats at all, an encode is followed by a rest as long as it took, so that at most every other chat
+  finds one running.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+
+PATIENCE_S = 1.0
+LIVE_S = 5.0
+"""For so long after a chat there are chats."""
+
+CPU_STEP_TOKENS = 160  # 0.1 s of a core with a model of 135M; and a block of 128 with a fact across its border
+GPU_STEP_TOKENS = 2048
+
+
+class EncodePace:
+    """Belongs to one event loop."""
+
+    def __init__(self, step_tokens: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.step_tokens = step_tokens
+        self._clock = clock
+        self._chats_waiting = 0
+        self._last_chat_at = -math.inf
+        self._tokens_running = 0
+        self._rest_until = -math.inf
+        self._changed = asyncio.Event()
+
+    @contextmanager
+    def chat_waits(self) -> Iterator[None]:
+        """A chat waits for its first token."""
+        self._chats_waiting += 1
+        try:
+            yield
+        finally:
+            self._chats_waiting -= 1
+            self._last_chat_at = self._clock()
+            self._changed.set()
+
+    @asynccontextmanager
+    async def turn(self, tokens: int) -> AsyncIterator[None]:
+        """Entered when a prefill of so many tokens may begin; it has ended when this is left."""
+        impatient_at = self._clock() + PATIENCE_S
+        while (wait_s := self._wait_s(tokens, impatient_at)) > 0:
+            self._changed.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), None if wait_s == math.inf else wait_s)
+        self._tokens_running += tokens
+        began = self._clock()
+        try:
+            yield
+        finally:
+            self._tokens_running -= tokens
+            ended = self._clock()
+            if self._chats_waiting or ended - self._last_chat_at < LIVE_S:
+                self._rest_until = max(self._rest_until, ended + (ended - began))
+            self._changed.set()
+
+    def _wait_s(self, tokens: int, impatient_at: float) -> float:
+        """How long from now nothing can begin, unless something changes."""
+        now = self._clock()
+        if self._tokens_running and self._tokens_running + tokens > self.step_tokens:
+            return math.inf
+        if self._chats_waiting and now < impatient_at:
+            return impatient_at - now
+        return self._rest_until - now
