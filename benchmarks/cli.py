@@ -39,7 +39,7 @@ def ttft(
     """Time to first token with memory injected, as text, natively cached, and without memory."""
     if url is not None and model is not None:
         raise MemshardError("--url names a server that has its model already; leave out --model")
-    _check_targets(json, plot)
+    check_targets(json, plot)
     from benchmarks import ttft, ttft_report
     from benchmarks.results import Report, plot_lines
     from benchmarks.server import serving
@@ -77,7 +77,7 @@ def encode(
     rounds: Annotated[int | None, typer.Option(min=1, help="Rounds of each of the two measurements.")] = None,
 ) -> None:
     """What encoding a fact costs, by window, and what the chats that go on meanwhile feel of it."""
-    _check_targets(json, plot)
+    check_targets(json, plot)
     from benchmarks import encode, encode_report
     from benchmarks.results import Report, plot_lines
 
@@ -98,7 +98,7 @@ def encode(
         plot_lines(plot, encode_report.lines(measured), title=title, x="window (facts)", y="ms a fact")
 
 
-def _check_targets(*paths: Path | None) -> None:
+def check_targets(*paths: Path | None) -> None:
     """Minutes of measuring must not end in a path that was wrong from the start. Raises MemshardError."""
     for path in paths:
         if path is not None and not path.absolute().parent.is_dir():

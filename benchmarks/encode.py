@@ -2,7 +2,7 @@
 
 Cost. Each round, for windows of 0, 5, 20 and 50 facts in random order, a user nobody knows tells 140 facts:
 
-    at once        the first 100 in one call, as an import does
+    at once        the first 90 in one call, as an import does
     turn by turn   the rest in turns of two, each encoded before the next is told, as a conversation does
 
 timed from handing them to the encoder until the last chunk is there, with nothing else running. Prefilled tokens are
@@ -33,7 +33,8 @@ from rich.progress import track
 from benchmarks.facts import Fact, person_facts
 from benchmarks.in_process import OpenShard, shard_in_process
 from connector.windows import FactChunks, Line
-from deployments.messages import AddCall, ChatCall, ChatDelta, ChatFinished, Sampling
+from deployments.memory_calls import AddCall
+from deployments.messages import ChatCall, ChatDelta, ChatFinished, Sampling
 from sharding.errors import MemshardError
 from sharding.ids import FactId, Placement
 
@@ -42,8 +43,8 @@ Arm = Literal["alone", "encoding"]
 ARMS: tuple[Arm, ...] = ("alone", "encoding")
 
 WINDOWS = (0, 5, 20, 50)
-AT_ONCE_FACTS = 100
-TURNS, TURN_FACTS = 20, 2
+AT_ONCE_FACTS = 90
+TURNS, TURN_FACTS = 25, 2  # with one new window of 50 facts among them, as in every 50 facts
 ROUNDS, QUICK_ROUNDS = (5, 6), (1, 2)  # of the costs, of the chats
 CHATS_A_ROUND = 10
 
@@ -168,7 +169,7 @@ async def _encode(home: OpenShard, chunks: FactChunks, owner: str, facts: Sequen
 
 
 async def _tell(home: OpenShard, user: Placement, facts: Sequence[Fact]) -> None:
-    await home.shard.add(AddCall(uuid.uuid4().hex, user, tuple(fact.text for fact in facts)))
+    await home.shard.ask(AddCall(uuid.uuid4().hex, user, tuple(fact.text for fact in facts)))
     async with asyncio.timeout(ENCODE_DEADLINE_S):
         await home.shard.encoder.settled(user.user)
 

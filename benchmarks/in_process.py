@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cluster import models, processes
 from cluster.embedded_redis import EmbeddedRedis
@@ -64,7 +64,8 @@ async def shard_in_process(model: Path | None) -> AsyncIterator[OpenShard]:
             keys = KeySpace("bench", name)
             directory, lease = Directory(redis, keys), Lease(FOR_EVER_S, FOR_EVER_S)
             lease.acknowledged(time.monotonic())
-            shard = await open_shard(
+            shard = await _quietly(
+                open_shard,
                 ShardSettings(
                     model=name,
                     model_path=model_path,
@@ -93,3 +94,17 @@ async def shard_in_process(model: Path | None) -> AsyncIterator[OpenShard]:
             finally:
                 shard.close()
                 processes.end_descendants()
+
+
+async def _quietly(start: Callable[..., Awaitable[Shard]], *arguments: Any) -> Shard:
+    """Starts it with its warnings, and those of the processes that it starts, for their whole life, going nowhere: the
+    table is what a benchmark prints. What an error says is in the exception."""
+    kept = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        return await start(*arguments)
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)

@@ -67,9 +67,9 @@ class Report:
         """The rows, with the commit and the machine that they were measured on."""
         return cls(bench, tuple(rows), commit(), machine())
 
-    def write_json(self, path: Path) -> None:
-        """Raises MemshardError where `path` cannot be written."""
-        report = {"bench": self.bench, "commit": self.commit, "machine": self.machine, "rows": self.rows}
+    def write_json(self, path: Path, **more: Any) -> None:
+        """`more` stands beside the rows. Raises MemshardError where `path` cannot be written."""
+        report = {"bench": self.bench, "commit": self.commit, "machine": self.machine, "rows": self.rows, **more}
         try:
             path.write_text(json.dumps(report, indent=2) + "\n")
         except OSError as failure:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -44,29 +44,50 @@ def serving(console: Console, url: str | None = None, model: Path | None = None)
             return
         settings = Settings.from_environment(model=model)
         model_path = models.prepare_language_model(settings, console.print)
-        state_dir = Path(tempfile.mkdtemp(prefix="memshard-bench-"))
-        log, address = state_dir / "serve.log", f"http://127.0.0.1:{(port := _free_port())}"
-        server = _start(port, log, _environment(os.environ, settings, model_path, state_dir))
-        keep = False
-        try:
-            with console.status("Starting a server (about a minute)"):
-                _wait_ready(server, address, settings.start_deadline_s, log)
+        state_dir, port = Path(tempfile.mkdtemp(prefix="memshard-bench-")), free_port()
+        command = (str(COMMAND), "serve", "--host", "127.0.0.1", "--port", str(port))
+        environment = _environment(os.environ, settings, model_path, state_dir)
+        with started(console, command, port, state_dir, settings, environment) as address:
             yield address
-        except StartupError:
-            keep = True
-            raise
-        finally:
-            with console.status("Stopping the server"):
-                _stop(server, settings.stop_deadline_s + STOP_MARGIN_S)
-            if not keep:
-                shutil.rmtree(state_dir, ignore_errors=True)
 
 
-def _start(port: int, log: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+@contextmanager
+def started(
+    console: Console,
+    command: Sequence[str],
+    port: int,
+    state_dir: Path,
+    settings: Settings,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[str]:
+    """Runs a server that listens on `port`; its address once it is ready. At the end it is stopped and its directory
+    deleted.
+
+    Raises:
+        StartupError: it does not start; its directory, logs included, is kept then.
+    """
+    log, address = state_dir / "serve.log", f"http://127.0.0.1:{port}"
+    server = _start(command, log, environment)
+    keep = False
+    try:
+        with console.status("Starting a server (about a minute)"):
+            _wait_ready(server, address, settings.start_deadline_s, log)
+        yield address
+    except StartupError:
+        keep = True
+        raise
+    finally:
+        with console.status("Stopping the server"):
+            _stop(server, settings.stop_deadline_s + STOP_MARGIN_S)
+        if not keep:
+            shutil.rmtree(state_dir, ignore_errors=True)
+
+
+def _start(command: Sequence[str], log: Path, environment: Mapping[str, str] | None) -> subprocess.Popen[bytes]:
     processes.adopt_orphans()  # what the server may leave behind is then below us
     with log.open("w") as output:
         return subprocess.Popen(
-            (str(COMMAND), "serve", "--host", "127.0.0.1", "--port", str(port)),
+            command,
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -88,7 +109,8 @@ def _environment(given: Mapping[str, str], settings: Settings, model_path: Path,
     }
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """One that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import secrets
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,6 +32,7 @@ class PromptTemplate:
         self._tokenizer = tokenizer
         # The switch for control tokens is inside: with one for each, a prompt can be tokenised beside the event loop.
         self._fact_tokenizer = copy.deepcopy(tokenizer)
+        self._fact_lock = threading.Lock()  # the switch is set with each call: two threads must not be inside at once
         if not getattr(tokenizer, "chat_template", None):
             raise StartupError("The model's tokenizer has no chat template; chat cannot be served with it.")
         self._own_system = ""
@@ -57,9 +59,10 @@ class PromptTemplate:
         return self.split([HELLO])[0]
 
     def fact(self, text: str) -> list[int]:
-        """One fact as a line of its own; control tokens in it are plain characters."""
+        """One fact as a line of its own; control tokens in it are plain characters. May run in any thread."""
         line = "- " + " ".join(text.split()) + "\n"
-        return list(self._fact_tokenizer.encode(line, add_special_tokens=False, split_special_tokens=True))
+        with self._fact_lock:
+            return list(self._fact_tokenizer.encode(line, add_special_tokens=False, split_special_tokens=True))
 
     def _render_split(self, messages: Sequence[Message], *, in_system: bool) -> tuple[str, str]:
         marker = f"<{secrets.token_hex(16)}>"  # nobody can have written it into a message

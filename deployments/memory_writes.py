@@ -9,6 +9,7 @@ Each runs to its end under the owner's write lock, also where the caller has gon
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -60,8 +61,7 @@ class MemoryWrites:
 
         Raises `TooLarge` for a fact of too many tokens, `InvalidRequest` for a blank one; then nothing is stored.
         """
-        for text in call.texts:
-            self._check(text, "messages")
+        await asyncio.to_thread(self._check, call.texts, "messages")  # up to a megabyte
         return await self._users.to_its_end(self._add(call))
 
     async def _add(self, call: AddCall) -> tuple[AddedFact, ...]:
@@ -75,6 +75,7 @@ class MemoryWrites:
                 for text, role in zip(call.texts, roles, strict=True)
             ]
             added = await self._store.append(call.placement, texts, call.request_id, now)
+            await self._residents.read(memory, [fact for fact, _ in added])
             memory.add(fact for fact, _ in added)
             await self._residents.added(memory)
             self.facts_added += sum(event == "ADD" for _, event in added)
@@ -87,7 +88,7 @@ class MemoryWrites:
         Raises `NotFound`, `Conflict`, and what `add` raises.
         """
         if call.text is not None:
-            self._check(call.text, "text")
+            await asyncio.to_thread(self._check, [call.text], "text")
         return await self._users.to_its_end(self._update(call))
 
     async def _update(self, call: UpdateCall) -> FactView:
@@ -159,12 +160,13 @@ class MemoryWrites:
         if unused:
             await self._store.registry.unregister(owner, unused, empty=not len(memory))
 
-    def _check(self, text: str, field: str) -> None:
-        if not text.strip():
-            raise InvalidRequest("A fact's text is blank.", field=field)
-        if (tokens := len(self._template.fact(text))) > self._max_fact_tokens:
-            limit = self._max_fact_tokens
-            raise TooLarge(f"A fact takes {tokens} tokens; at most {limit} are allowed. Split it.", field=field)
+    def _check(self, texts: Sequence[str], field: str) -> None:
+        for text in texts:
+            if not text.strip():
+                raise InvalidRequest("A fact's text is blank.", field=field)
+            if (tokens := len(self._template.fact(text))) > self._max_fact_tokens:
+                limit = self._max_fact_tokens
+                raise TooLarge(f"A fact takes {tokens} tokens; at most {limit} are allowed. Split it.", field=field)
 
     async def _index(self, placement: Placement) -> None:
         async with self._users.use(placement) as memory:

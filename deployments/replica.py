@@ -114,7 +114,11 @@ class ShardReplica:
             requests_in_flight=shard.requests_in_flight,
             encode_backlog=shard.encoder.backlog(),
             tiers=(("device", shard.ledger.bytes, shard.ledger.budget_bytes),),
-            counters={**shard.counters, "facts_added": shard.writes.facts_added},
+            counters={
+                **shard.counters,
+                "facts_added": shard.writes.facts_added,
+                "wrong_shard": shard.users.wrong_shard,
+            },
         )
 
     async def check_health(self) -> None:

@@ -6,6 +6,7 @@ Lives exactly as long as the `UserMemory` it belongs to.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from weakref import WeakKeyDictionary
 
@@ -19,7 +20,7 @@ from connector.windows import FactChunks, Line
 from deployments.encoder import Encoder
 from deployments.ports import Embeds
 from sharding.errors import EngineFailed, Unavailable, WrongShard
-from sharding.facts import FactStore
+from sharding.facts import Fact, FactStore
 from sharding.ids import FactId, UserId
 from sharding.user_memory import UserMemory
 
@@ -62,10 +63,8 @@ class Residents:
         user = memory.placement.user
         lines = self._lines.setdefault(memory, {})
         current = memory.current()
-        for fact in current:
-            known = lines.get(fact.id)
-            if known is None or known[0] != fact.text:
-                lines[fact.id] = fact.text, Line(fact.id, fact.seq, tuple(self._template.fact(fact.text)))
+        # Nothing is awaited before the chunks know the facts: a chat may have found them already.
+        lines |= self._lines_of(self._unread(memory, current))
         for gone in lines.keys() - {fact.id for fact in current}:
             del lines[gone]
         chunks = self._chunks.get(memory)
@@ -75,6 +74,11 @@ class Residents:
         await self._encoder.submit(user, chunks)
         wanted = set(chunks.ids())
         await self._encoder.forget([id_ for id_ in self._ledger.ids_of(user) if id_ not in wanted])
+
+    async def read(self, memory: UserMemory, facts: Sequence[Fact]) -> None:
+        """Tokenises facts beside the event loop, so that `changed` need not on it."""
+        if unread := self._unread(memory, facts):
+            self._lines.setdefault(memory, {}).update(await asyncio.to_thread(self._lines_of, unread))
 
     async def added(self, memory: UserMemory) -> None:
         """As `changed`, where no fact was deleted: nobody is told that anything is gone, so nothing is waited for."""
@@ -88,6 +92,8 @@ class Residents:
         Chunks that are missing (evicted for another user, say) are encoded again in the background, where nobody who is
         active has to give theirs.
         """
+        if memory not in self._chunks:
+            await self.read(memory, memory.current())
         if memory not in self._chunks or memory.expired() & self._lines[memory].keys():
             await self.added(memory)
         await self.index(memory)
@@ -129,6 +135,13 @@ class Residents:
     def servable(self, piece: Piece) -> Piece:
         """The piece as it can be served now: without its chunk, where that is not here."""
         return piece if self._is_resident(piece) else Piece(piece.token_ids)
+
+    def _unread(self, memory: UserMemory, facts: Iterable[Fact]) -> list[Fact]:
+        known = self._lines.get(memory, {})
+        return [fact for fact in facts if fact.id not in known or known[fact.id][0] != fact.text]
+
+    def _lines_of(self, facts: Iterable[Fact]) -> dict[FactId, tuple[str, Line]]:
+        return {fact.id: (fact.text, Line(fact.id, fact.seq, tuple(self._template.fact(fact.text)))) for fact in facts}
 
     def _no_chunks(self, user: UserId) -> FactChunks:
         return FactChunks(

@@ -27,6 +27,7 @@ class ResidentUse:
         self._usage = usage
         self._residents = residents
         self._background: set[asyncio.Task[Any]] = set()
+        self.wrong_shard = 0  # calls that were refused as another shard's
 
     @asynccontextmanager
     async def use(self, placement: Placement) -> AsyncIterator[UserMemory]:
@@ -36,6 +37,7 @@ class ResidentUse:
                 self._usage.served(placement)
                 yield memory
         except WrongShard:
+            self.wrong_shard += 1
             self._table.drop(placement)
             if placement.user not in self._table:  # may be held under another placement
                 self.soon("Chunks of a user who left are dropped later", self._residents.left(placement.user))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 
 import pytest
@@ -242,3 +243,20 @@ async def test_embeddings_that_cannot_be_kept_serve_this_process_all_the_same(ho
     await home.residents.ready(home.memory)
     assert len(home.memory.search([1.0, 0.0], 5)) == 2
     assert home.shelf.kept == {}
+
+
+async def test_facts_are_tokenised_once_and_beside_the_event_loop(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[int] = []
+    tokenise = home.template.fact
+
+    def watched(text: str) -> list[int]:
+        threads.append(threading.get_ident())
+        return tokenise(text)
+
+    monkeypatch.setattr(home.template, "fact", watched)
+    told = [fact(n) for n in range(3)]
+    await home.residents.read(home.memory, told)
+    home.memory.add(told)
+    await home.residents.changed(home.memory)
+    assert len(threads) == 3
+    assert threading.get_ident() not in threads

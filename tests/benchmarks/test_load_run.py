@@ -1,0 +1,113 @@
+"""The load against a gateway and shards that answer deterministically: nothing is wrong, and what is, is seen."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from local_cluster import LocalCluster, local_cluster
+from rich.console import Console
+
+from benchmarks import load_report
+from benchmarks.load_client import LoadClient
+from benchmarks.load_run import LoadPlan, LoadResult, run
+from benchmarks.results import Report
+from connector.plan import PromptPlan
+from deployments.deterministic import DeterministicEngine
+from sharding.errors import MemshardError
+
+MIX = {"chat": 0.6, "add": 0.2, "update": 0.1, "delete": 0.1}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    with local_cluster(tmp_path_factory.mktemp("v"), shards=3) as cluster:
+        yield cluster
+
+
+def loaded(cluster: LocalCluster, **differently: Any) -> LoadResult:
+    few = {"people": 12, "facts": 5, "users": 6, "duration_s": 1.5, "ramp_s": 0.2, "think_s": 0.01, "top_k": 20}
+    usual = {"mix": MIX, "arms": ("inject", "prompt", "off"), **few}
+    return run(LoadPlan(url=cluster.url, **{**usual, **differently}), lambda _: None)
+
+
+@pytest.fixture(scope="module")
+def closed(cluster: LocalCluster) -> LoadResult:
+    return loaded(cluster)
+
+
+def test_nothing_is_wrong_under_every_kind_of_request_at_once(closed: LoadResult) -> None:
+    assert closed.wrong == Counter()
+    assert closed.exact
+    assert {request.kind for request in closed.requests} == set(MIX)
+    assert {request.arm for request in closed.requests} == {"inject", "prompt", "off", ""}
+    assert not [request.error for request in closed.requests if request.error]
+    assert closed.checked_people == 12
+    assert any(request.injected_tokens for request in closed.requests)
+
+
+def test_an_open_loop_sends_about_as_many_as_it_should(cluster: LocalCluster) -> None:
+    result = loaded(cluster, rate=60.0, duration_s=2.0, ramp_s=0.0)
+    assert result.wrong == Counter()
+    assert 60 <= len(result.requests) + result.not_sent <= 200
+
+
+def test_another_users_memory_in_an_answer_is_seen(cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    def anothers(engine: DeterministicEngine, plan: PromptPlan) -> tuple[int, ...]:
+        """For each chunk some chunk of that length, whoever it belongs to."""
+        found = {len(tokens): tokens for tokens in engine.chunks.values()}
+        return tuple(token for _, tokens in plan.load for token in found[tokens])
+
+    monkeypatch.setattr(DeterministicEngine, "_injected", anothers)
+    result = loaded(cluster, mix={"chat": 1.0}, arms=("inject",))
+    assert result.wrong["the text is not what the facts say"] > 0
+
+
+def test_a_fact_that_is_lost_is_seen_at_the_end(cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = LoadClient.list_facts
+    monkeypatch.setattr(LoadClient, "list_facts", lambda self, user: dict(list(whole(self, user).items())[1:]))
+    result = loaded(cluster, duration_s=0.3)
+    assert result.wrong["an acknowledged fact is lost"] == 12
+
+
+def test_what_fails_is_counted_by_kind_and_is_not_wrong(cluster: LocalCluster) -> None:
+    shards = list(cluster.shards.by_id.values())
+    for shard in shards:
+        shard._max_requests_in_flight = 0
+    try:
+        result = loaded(cluster, duration_s=0.5)
+    finally:
+        for shard in shards:
+            shard._max_requests_in_flight = 99
+    assert load_report.errors(result)["429 shard_busy"] > 0
+    assert result.wrong == Counter()
+
+
+def test_a_report_has_every_kind_and_arm_in_json_csv_and_a_plot(closed: LoadResult, tmp_path: Any) -> None:
+    files = [tmp_path / name for name in ("load.json", "load.csv", "load.png")]
+    Report.of("load", list(load_report.rows(closed))).write_json(files[0], **load_report.report(closed))
+    load_report.write_csv(files[1], closed)
+    load_report.plot(files[2], closed)
+    told = json.loads(files[0].read_text())
+    assert {(row["kind"], row["arm"]) for row in told["rows"] if row["row"] == "requests"} >= {
+        ("chat", "inject"),
+        ("chat", "prompt"),
+        ("chat", "off"),
+        ("add", ""),
+    }
+    [whole] = [row for row in told["rows"] if row["row"] == "run"]
+    assert (whole["wrong"], whole["every_word_checked"], whole["right_shard_share"]) == (0, True, 1.0)
+    assert told["shards_over_time"][0]["shards"] == 3
+    assert len(files[1].read_text().splitlines()) == len(closed.requests) + 1
+    assert files[2].read_bytes().startswith(b"\x89PNG")
+    console = Console(record=True, width=200)
+    console.print(*load_report.tables(closed))
+    assert "no model" in console.export_text()
+
+
+def test_where_nobody_listens_it_says_so() -> None:
+    with pytest.raises(MemshardError, match="No Memshard answers"):
+        run(LoadPlan("http://127.0.0.1:9", 1, 1, MIX, ("off",)), lambda _: None)
