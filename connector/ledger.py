@@ -64,10 +64,6 @@ class ChunkLedger:
         """Whether the chunk can be injected now."""
         return id_ in self._holder_of and id_ not in self._reserved
 
-    def owners(self) -> int:
-        """How many users have chunks here."""
-        return sum(holder.owner != SHARED for holder in self._holders)
-
     def reserve(self, owner: str, refs: Sequence[ChunkRef], *, spare_s: float = 0.0) -> list[ChunkId] | None:
         """Makes room for chunks of `owner` that are about to be encoded; who was active within `spare_s` keeps theirs.
 

@@ -158,6 +158,7 @@ class WordEmbedder:
     each other."""
 
     dim = 64
+    model = b"words-64"
 
     async def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """Unit vectors, float32 `[len(texts), dim]`."""
@@ -208,7 +209,9 @@ async def open_shard(
         settings.chunk_device_bytes, max_model_len=settings.max_model_len or MAX_MODEL_LEN, step_s=step_s
     )
     embedder = WordEmbedder()
-    table = UserTable(me, directory, store, lease, dim=embedder.dim, capacity=settings.resident_users)
+    table = UserTable(
+        me, directory, store, lease, dim=embedder.dim, capacity=settings.resident_users, embedding_model=embedder.model
+    )
     shard = put_together(
         settings, engine, embedder, PromptTemplate(ByteTokenizer()), table, store, EncodePace(MAX_MODEL_LEN)
     )

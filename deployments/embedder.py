@@ -6,6 +6,7 @@ Sentences are mean-pooled over their tokens and normalised (Reimers and Gurevych
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,6 +27,7 @@ class Embedder:
         self._tokenizer = AutoTokenizer.from_pretrained(model)
         self._model = AutoModel.from_pretrained(model).eval()
         self.dim = int(self._model.config.hidden_size)
+        self.model = _fingerprint(self._model)
         self._thread = ThreadPoolExecutor(1, "embedder")
 
     async def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
@@ -46,3 +48,13 @@ class Embedder:
         pooled = (hidden * mask).sum(1) / mask.sum(1)
         vectors: NDArray[np.float32] = torch.nn.functional.normalize(pooled.float(), dim=-1).numpy()
         return vectors
+
+
+def _fingerprint(model: torch.nn.Module) -> bytes:
+    """Eight bytes of a digest of its weights' names, shapes and a sample of their values, and of how we use it: vectors
+    of two models say nothing of each other."""
+    digest = hashlib.blake2b(f"mean pooling of {MAX_TOKENS} tokens".encode(), digest_size=8)
+    for name, weight in model.named_parameters():
+        sample = weight.detach().flatten()[:: max(1, weight.numel() // 64)].float()
+        digest.update(f"{name}{tuple(weight.shape)}".encode() + sample.numpy().tobytes())
+    return digest.digest()

@@ -13,6 +13,7 @@ class Embeds(Protocol):
     """See `deployments.embedder.Embedder`."""
 
     dim: int
+    model: bytes  # the same for the same model only
 
     async def embed(self, texts: Sequence[str]) -> NDArray[np.float32]: ...
 

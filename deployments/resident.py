@@ -117,15 +117,17 @@ class Residents:
             if not pending:
                 return
             vectors = await self._embedder.embed([fact.text for fact in pending])
-            embeddings = {fact.id: vector.tobytes() for fact, vector in zip(pending, vectors, strict=True)}
+            embeddings = {fact.id: self._stored(vector) for fact, vector in zip(pending, vectors, strict=True)}
             memory.put_embeddings(embeddings)
             with suppress(Unavailable, WrongShard):  # derived: whoever loads this user next computes them again
                 await self._store.put_embeddings(memory.placement, embeddings)
 
     async def embedding(self, text: str) -> bytes:
         """The embedding of a text, as it is kept in Redis."""
-        vector: NDArray[np.float32] = (await self._embedder.embed([text]))[0]
-        return vector.tobytes()
+        return self._stored((await self._embedder.embed([text]))[0])
+
+    def _stored(self, vector: NDArray[np.float32]) -> bytes:
+        return self._embedder.model + vector.tobytes()
 
     def encoded(self, memory: UserMemory, fact: FactId) -> bool:
         """Whether the fact can be injected now."""

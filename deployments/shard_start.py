@@ -43,7 +43,15 @@ async def open_shard(
             )
         )
         undo.callback(engine.shutdown)
-        table = UserTable(me, directory, store, lease, dim=embedder.dim, capacity=settings.resident_users)
+        table = UserTable(
+            me,
+            directory,
+            store,
+            lease,
+            dim=embedder.dim,
+            capacity=settings.resident_users,
+            embedding_model=embedder.model,
+        )
         pace = EncodePace(GPU_STEP_TOKENS if torch.cuda.is_available() else CPU_STEP_TOKENS)
         shard = put_together(settings, engine, embedder, template, table, store, pace)
         undo.callback(shard.encoder.close)

@@ -35,7 +35,7 @@ class Fact:
     version: int  # 1 for a fact never changed
     created_at: str
     updated_at: str
-    embedding: bytes | None = None  # float32, little endian; None until it was computed
+    embedding: bytes | None = None  # the model's fingerprint, float32 little endian; None until it was computed
     role: str | None = None  # who said it, where that is known
     scopes: Mapping[str, str] = field(default_factory=dict)  # the entities that it was told under, by field
     metadata: Mapping[str, Any] = field(default_factory=dict)  # the client's own

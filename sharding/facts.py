@@ -97,7 +97,7 @@ class FactStore:
         return [load_fact(user, records[id], int(seq), embeddings.get(id)) for id, seq in order]
 
     async def put_embeddings(self, placement: Placement, embeddings: Mapping[FactId, bytes]) -> None:
-        """Keep embeddings (float32 bytes, little endian) by fact id; ids that no longer exist are passed over."""
+        """Keep embeddings (as `UserMemory` reads them) by fact id; ids that no longer exist are passed over."""
         keys = [self._keys.facts(placement.user), self._keys.embeddings(placement.user)]
         flat = [part for pair in embeddings.items() for part in pair]
         for start in range(0, len(flat), 2 * EMBEDDINGS_A_SCRIPT):

@@ -4,7 +4,7 @@
     <ns>:{<user>}:facts           hash    fact id -> record       JSON, written by `facts.py` only
     <ns>:{<user>}:order           zset    fact id -> seq          the order in which facts were told
     <ns>:{<user>}:hashes          hash    text hash -> fact id    what the user already has
-    <ns>:{<user>}:embeddings      hash    fact id -> float32 bytes
+    <ns>:{<user>}:embeddings      hash    fact id -> the model's fingerprint, float32 bytes
     <ns>:{<user>}:history         hash    <fact id>:<version> -> record of a version that was replaced
     <ns>:{<user>}:turns           hash    turn id -> messages that facts were distilled from
     <ns>:{<user>}:feedback        hash    fact id -> what its reader said of it

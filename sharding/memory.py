@@ -18,12 +18,16 @@ from sharding.index import ExactIndex
 class UserMemory:
     """One user's facts in the order they were told, and their vector index. Vectors are float32 [dim].
 
-    Facts that were indexed do not keep their `embedding`: the index holds it. Whoever changes Redis and then
-    this does both under `write_lock`.
+    An embedding as it is stored is the fingerprint of the model that made it (`embedding_model`) and then the vector.
+    Facts that were indexed do not keep theirs: the index holds it. Whoever changes Redis and then this does both under
+    `write_lock`.
     """
 
-    def __init__(self, placement: Placement, dim: int, facts: Iterable[Fact] = ()) -> None:
+    def __init__(
+        self, placement: Placement, dim: int, facts: Iterable[Fact] = (), *, embedding_model: bytes = b""
+    ) -> None:
         self.placement = placement
+        self._embedding_model = embedding_model
         self.write_lock = asyncio.Lock()
         self._dim = dim
         self._facts: list[Fact] = []  # by seq
@@ -85,15 +89,18 @@ class UserMemory:
             self._expiring[held.id] = held
 
     def put_embeddings(self, embeddings: Mapping[FactId, bytes]) -> None:
-        """Index facts by their embedding (float32 bytes); one that cannot be used, or of a fact not held, is ignored.
+        """Index facts by their embedding; one that cannot be used, or of a fact not held, is ignored.
 
-        Of another size means made by another embedding model, not finite means damaged: the fact goes on to
-        need an embedding.
+        Another fingerprint or size means made by another embedding model, not finite means damaged: the fact goes on
+        to need an embedding.
         """
-        ids = [id for id, e in embeddings.items() if id in self._by_id and len(e) == 4 * self._dim]
-        vectors = np.frombuffer(b"".join(embeddings[id] for id in ids), "<f4").reshape(len(ids), self._dim)
+        model, size = self._embedding_model, len(self._embedding_model) + 4 * self._dim
+        usable = {id: e for id, e in embeddings.items() if len(e) == size and e.startswith(model)}
+        ids = [id for id in usable if id in self._by_id]
+        data = b"".join(usable[id][len(model) :] for id in ids)
+        vectors = np.frombuffer(data, "<f4").reshape(len(ids), self._dim)
         finite = np.isfinite(vectors).all(axis=1)
-        self._index.add([id for id, usable in zip(ids, finite, strict=True) if usable], vectors[finite])
+        self._index.add([id for id, whole in zip(ids, finite, strict=True) if whole], vectors[finite])
 
     def remove(self, fact_id: FactId) -> bool:
         """Forget a fact; False if it is not held."""
@@ -139,11 +146,6 @@ class UserMemory:
             if len(found) >= k or len(nearest) < depth:
                 return found[:k]
             depth *= 4
-
-    def window(self, fact_id: FactId, w: int) -> list[Fact]:
-        """The at most `w` facts told just before this one, oldest first. Raises KeyError for a fact not held."""
-        end = bisect_left(self._facts, self._by_id[fact_id].seq, key=_seq)
-        return self._facts[max(0, end - w) : end]
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless list, lookup and index tell of the same facts."""

@@ -42,7 +42,15 @@ class UserTable:
     """
 
     def __init__(
-        self, me: ShardId, directory: Directory, store: FactStore, lease: Lease, *, dim: int, capacity: int
+        self,
+        me: ShardId,
+        directory: Directory,
+        store: FactStore,
+        lease: Lease,
+        *,
+        dim: int,
+        capacity: int,
+        embedding_model: bytes = b"",
     ) -> None:
         self.lease = lease
         self._me = me
@@ -50,6 +58,7 @@ class UserTable:
         self._store = store
         self._dim = dim
         self._capacity = capacity
+        self._embedding_model = embedding_model
         self._residents: OrderedDict[UserId, _Resident] = OrderedDict()
         self._admissions: dict[Placement, asyncio.Task[UserMemory]] = {}
         self._pins: Counter[UserId] = Counter()
@@ -61,10 +70,6 @@ class UserTable:
     def __contains__(self, user: object) -> bool:
         """Whether the user's memory is resident, under whatever placement."""
         return user in self._residents
-
-    def lease_valid(self) -> bool:
-        """Whether this shard's last acknowledged heartbeat still stands, so that nobody can have taken its users."""
-        return self.lease.valid()
 
     def memories(self) -> list[UserMemory]:
         """Every resident memory, least recently used first; for status and background work."""
@@ -149,7 +154,8 @@ class UserTable:
             if resident and resident.memory.placement == placement:
                 memory = resident.memory
             else:
-                memory = UserMemory(placement, self._dim, await self._store.load(placement.user))
+                facts = await self._store.load(placement.user)
+                memory = UserMemory(placement, self._dim, facts, embedding_model=self._embedding_model)
             if self._admissions.get(placement) is not admission or self._outdated(placement):
                 raise not_owner(placement)  # dropped, or overtaken by a newer epoch, while it was loading
             self._residents[placement.user] = _Resident(memory, term)

@@ -41,6 +41,8 @@ class LetterTokenizer:
 class LengthEmbedder:
     """Embeds a text by its length; counts what it was asked."""
 
+    model = b"length"
+
     def __init__(self) -> None:
         self.asked: list[list[str]] = []
         self.gate = asyncio.Event()
@@ -88,7 +90,7 @@ class Home:
             window_facts=WINDOW,
             room_tokens=1_000,
         )
-        self.memory = UserMemory(PLACEMENT, DIM)
+        self.memory = UserMemory(PLACEMENT, DIM, embedding_model=LengthEmbedder.model)
 
     async def tell(self, *seqs: int) -> None:
         self.memory.add(fact(seq) for seq in seqs)

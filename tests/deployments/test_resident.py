@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
+import numpy as np
 import pytest
-from resident_home import DIM, PLACEMENT, Home, fact
+from resident_home import DIM, PLACEMENT, Home, LengthEmbedder, fact
 from slow_engine import dead
 
 from connector.chunk import ChunkId
@@ -99,7 +101,7 @@ async def test_a_user_loaded_anew_finds_the_chunks_and_loses_those_of_facts_dele
     await home.tell(0, 1, 2, 3)
     await home.settled()
     before = len(home.engine.prefills)
-    home.memory = UserMemory(PLACEMENT, DIM, [fact(seq) for seq in (0, 1, 2)])
+    home.memory = UserMemory(PLACEMENT, DIM, [fact(seq) for seq in (0, 1, 2)], embedding_model=LengthEmbedder.model)
     await home.residents.ready(home.memory)
     assert home.encoded() == {0, 1, 2}
     assert home.worker_texts() == ["- fact 0\n", "- fact 1\n", "- fact 2\n"]
@@ -113,7 +115,9 @@ async def test_a_user_dropped_and_loaded_anew_while_encoded_gets_no_chunk_of_a_f
     home.engine.gate.clear()
     await home.tell(*range(6))
     await asyncio.sleep(0.01)
-    home.memory = UserMemory(PLACEMENT, DIM, [fact(seq) for seq in (0, 2, 3, 4, 5)])
+    home.memory = UserMemory(
+        PLACEMENT, DIM, [fact(seq) for seq in (0, 2, 3, 4, 5)], embedding_model=LengthEmbedder.model
+    )
     loading = asyncio.create_task(home.residents.ready(home.memory))
     await asyncio.sleep(0.01)
     home.engine.gate.set()
@@ -191,7 +195,7 @@ async def test_workers_that_do_not_answer_fail_a_deletion_and_nothing_else(home:
             await home.residents.changed(home.memory)
     home.memory.add([fact(2)])
     await home.residents.added(home.memory)
-    home.memory = UserMemory(PLACEMENT, DIM, [fact(1), fact(2)])
+    home.memory = UserMemory(PLACEMENT, DIM, [fact(1), fact(2)], embedding_model=LengthEmbedder.model)
     await home.residents.ready(home.memory)
 
 
@@ -213,6 +217,17 @@ async def test_what_is_embedded_already_is_not_embedded_again(home: Home) -> Non
     await home.tell(2)
     await home.residents.ready(home.memory)
     assert home.embedder.asked == [["fact 0", "fact 1"], ["fact 2"]]
+
+
+async def test_what_another_embedding_model_made_is_embedded_again_and_kept(home: Home) -> None:
+    old = b"former" + np.ones(DIM, np.float32).tobytes()
+    home.memory.add([replace(fact(0), embedding=old)])
+    await home.residents.ready(home.memory)
+    assert home.embedder.asked == [["fact 0"]]
+    assert home.shelf.kept[fact(0).id].startswith(LengthEmbedder.model)
+    again = UserMemory(PLACEMENT, DIM, embedding_model=LengthEmbedder.model)
+    again.add([replace(fact(0), embedding=home.shelf.kept[fact(0).id])])
+    assert again.facts_without_embedding() == []
 
 
 async def test_requests_that_come_together_wait_for_one_embedding(home: Home) -> None:

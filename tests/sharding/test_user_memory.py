@@ -41,15 +41,6 @@ def test_a_fact_that_is_held_already_is_passed_over(memory: UserMemory) -> None:
     assert len(memory) == 4
 
 
-def test_a_window_is_what_was_told_just_before(memory: UserMemory) -> None:
-    assert seqs(memory.window(FactId("f6"), 2)) == [2, 5]
-    assert seqs(memory.window(FactId("f2"), 2)) == [1]
-    assert memory.window(FactId("f1"), 2) == []
-    assert memory.window(FactId("f6"), 0) == []
-    with pytest.raises(KeyError):
-        memory.window(FactId("unknown"), 2)
-
-
 def test_a_search_finds_what_has_an_embedding_nearest_first(memory: UserMemory) -> None:
     memory.put_embeddings({FactId("f1"): vector(0, 1), FactId("f5"): vector(1, 1)})
     memory.add([fact(7, vector(1, 0))])
@@ -64,12 +55,19 @@ def test_an_embedding_that_cannot_be_used_leaves_its_fact_in_need_of_one(memory:
     assert seqs(memory.facts_without_embedding()) == [1, 2, 5, 6]
 
 
+def test_an_embedding_that_another_model_of_the_same_size_made_is_not_used() -> None:
+    memory = UserMemory(
+        PLACEMENT, 2, [fact(1, b"mine" + vector(0, 1)), fact(2, b"else" + vector(0, 1))], embedding_model=b"mine"
+    )
+    assert seqs(memory.search([0, 1], 5)) == [1]
+    assert seqs(memory.facts_without_embedding()) == [2]
+
+
 def test_a_removed_fact_is_found_no_more(memory: UserMemory) -> None:
     memory.put_embeddings({FactId("f2"): vector(0, 1), FactId("f5"): vector(1, 1)})
     assert memory.remove(FactId("f2"))
     assert not memory.remove(FactId("f2"))
     assert seqs(memory.search([0, 1], 9)) == [5]
-    assert seqs(memory.window(FactId("f5"), 9)) == [1]
 
 
 def test_a_cleared_memory_is_empty_and_usable(memory: UserMemory) -> None:
