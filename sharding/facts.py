@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from redis.commands.core import AsyncScript
 
+from sharding.append_log import AppendLog
 from sharding.client import RedisClient
 from sharding.directory import not_owner
 from sharding.errors import Conflict, NotFound
@@ -42,6 +43,7 @@ class FactStore:
 
     def __init__(self, redis: RedisClient, keys: KeySpace) -> None:
         self.registry = Registry(redis, keys)
+        self.log = AppendLog(redis)
         self._redis = redis
         self._keys = keys
         self._append = script(redis, "fence", "append")
@@ -161,12 +163,15 @@ class FactStore:
         for start in range(0, len(ids), DELETIONS_A_SCRIPT):
             arguments = [str(VERSIONS_KEPT), *ids[start : start + DELETIONS_A_SCRIPT]]
             count += int(await self._fenced("delete facts", self._delete, placement, keys, arguments))
+        self.log.deleted()
         return count
 
     async def delete_all(self, placement: Placement) -> int:
         """Remove every fact of the user; how many there were. The placement stays, so fencing goes on."""
         keys = self._everything(placement.user)
-        return int(await self._fenced("delete a user's facts", self._delete_all, placement, keys, []))
+        count = int(await self._fenced("delete a user's facts", self._delete_all, placement, keys, []))
+        self.log.deleted()
+        return count
 
     def _everything(self, user: UserId) -> list[str]:
         """The keys that hold what a user said, the facts first; `delete.lua` knows their order."""

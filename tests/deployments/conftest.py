@@ -20,6 +20,8 @@ from connector.ledger import ChunkLedger
 from deployments.encode_pace import EncodePace
 from deployments.encoder import Encoder
 from deployments.gateway import create_app
+from tests.deployments.town import Town, a_town
+from tests.sharding.real_valkey import Valkey, running_valkey
 
 
 @pytest.fixture
@@ -39,6 +41,19 @@ def server_url(cluster: Cluster) -> Iterator[str]:
     """The gateway behind uvicorn on a port of its own, in a thread of its own."""
     with serving(cluster) as url:
         yield url
+
+
+@pytest.fixture(scope="session")
+def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Valkey]:
+    with running_valkey(tmp_path_factory.mktemp("valkey")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def town(valkey: Valkey) -> Iterator[Town]:
+    """Shared: each test has users of its own."""
+    with a_town(valkey) as town:
+        yield town
 
 
 @contextmanager

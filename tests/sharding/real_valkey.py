@@ -22,11 +22,11 @@ def binary() -> str:
 class Valkey:
     """A server of its own: `url` to connect to, `hang()` and `stop()` to take it away."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *options: str) -> None:
         self.socket = folder / "s"
         self.url = f"unix://{self.socket}"
         command = [binary(), "--port", "0", "--unixsocket", str(self.socket), "--save", "", "--dir", str(folder)]
-        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        self._process = subprocess.Popen([*command, *options], stdout=subprocess.DEVNULL)
         deadline = time.monotonic() + 10
         while not self.socket.exists():
             assert self._process.poll() is None, "valkey-server ended at once"
@@ -43,8 +43,9 @@ class Valkey:
 
 
 @contextmanager
-def running_valkey(folder: Path) -> Iterator[Valkey]:
-    valkey = Valkey(folder)
+def running_valkey(folder: Path, *options: str) -> Iterator[Valkey]:
+    """`options` are the server's own."""
+    valkey = Valkey(folder, *options)
     try:
         yield valkey
     finally:

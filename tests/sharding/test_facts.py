@@ -1,5 +1,6 @@
 import asyncio
 import unicodedata
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta, timezone
 
 import numpy as np
@@ -10,8 +11,8 @@ from redis.asyncio import Redis
 
 from sharding.client import connect
 from sharding.directory import Directory
-from sharding.errors import InvalidRequest, Unavailable, WrongShard
-from sharding.facts import Fact, FactStore, text_hash
+from sharding.errors import Conflict, InvalidRequest, Unavailable, WrongShard
+from sharding.facts import Fact, FactStore, Told, text_hash
 from sharding.ids import FactId, Placement
 from sharding.keys import KeySpace
 
@@ -197,6 +198,97 @@ async def test_ten_thousand_facts_load_with_their_embeddings(store: FactStore, p
     assert [fact.id for fact in loaded] == [fact.id for fact in facts]
     assert all(fact.embedding == vector for fact in loaded)
     assert await store.delete_all(placement) == 10_000
+
+
+# -- versions ---------------------------------------------------------------------------------------------------------
+
+
+async def test_an_update_is_a_new_version_with_its_embedding_and_the_old_one_in_the_history(
+    store: FactStore, placement: Placement
+) -> None:
+    [fact] = await told(store, placement, "I live in Rome")
+    await store.put_embeddings(placement, {fact.id: b"rome"})
+    later = NOW + timedelta(hours=1)
+    new = await store.update(placement, fact, now=later, embedding=b"oslo", text="I live in Oslo", metadata={"n": 1})
+    assert (new.id, new.seq, new.version, new.created_at) == (fact.id, fact.seq, 2, fact.created_at)
+    assert new.updated_at == "2026-01-02T04:04:05.678+00:00"
+    [loaded] = await store.load(ALICE)
+    assert (loaded, loaded.embedding) == (replace(new, embedding=b"oslo"), b"oslo")
+    assert await store.history(new) == [fact]
+
+
+async def test_an_update_frees_the_old_text_and_takes_the_new_one(store: FactStore, placement: Placement) -> None:
+    [fact] = await told(store, placement, "old")
+    await store.update(placement, fact, now=NOW, embedding=b"", text="new")
+    [(again, event)] = await store.append(placement, ["new"], "t2", NOW)
+    assert (again.id, event) == (fact.id, "NONE")
+    [(other, event)] = await store.append(placement, ["old"], "t2", NOW)
+    assert (other.id != fact.id, event) == (True, "ADD")
+
+
+async def test_two_facts_never_come_to_say_the_same(store: FactStore, placement: Placement) -> None:
+    a, b = await told(store, placement, "a", "b")
+    with pytest.raises(Conflict):
+        await store.update(placement, b, now=NOW, text=" a ")
+    assert await store.load(ALICE) == [a, b]
+
+
+async def test_only_one_of_two_updates_of_one_version_is_done(store: FactStore, placement: Placement) -> None:
+    [fact] = await told(store, placement, "a")
+    changes = (store.update(placement, fact, now=NOW, text=text) for text in ("b", "c"))
+    outcomes = await asyncio.gather(*changes, return_exceptions=True)
+    assert sorted(type(outcome).__name__ for outcome in outcomes) == ["Fact", "NotFound"]
+
+
+async def test_an_update_repeated_after_a_lost_answer_is_one_version(
+    store: FactStore, placement: Placement, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [fact] = await told(store, placement, "a")
+    send = store._update
+
+    async def send_twice(keys: list[str], arguments: list[str]) -> object:
+        await send(keys, arguments)
+        return await send(keys, arguments)
+
+    monkeypatch.setattr(store, "_update", send_twice)
+    new = await store.update(placement, fact, now=NOW, text="b")
+    assert await store.load(ALICE) == [new]
+    assert await store.history(new) == [fact]
+
+
+async def test_the_history_keeps_the_latest_versions(
+    store: FactStore, placement: Placement, monkeypatch: pytest.MonkeyPatch, redis: Redis, keys: KeySpace
+) -> None:
+    monkeypatch.setattr("sharding.facts.VERSIONS_KEPT", 3)
+    [fact] = await told(store, placement, "0")
+    for text in "123456":
+        fact = await store.update(placement, fact, now=NOW, text=text)
+    assert [version.text for version in await store.history(fact)] == ["3", "4", "5"]
+    await store.delete(placement, [fact.id])
+    assert not await redis.exists(keys.history(ALICE))
+
+
+async def test_metadata_and_expiry_change_without_the_text(store: FactStore, placement: Placement) -> None:
+    told = Told("a", "user", {"user_id": "alice"}, {"deep": [{"x": 1.5, "big": 10**20}]}, "2030-01-01")
+    [(fact, _)] = await store.append(placement, [told], "t", NOW)
+    await store.put_embeddings(placement, {fact.id: b"kept"})
+    new = await store.update(placement, fact, now=NOW, expires_on=None)
+    [loaded] = await store.load(ALICE)
+    assert (loaded.embedding, loaded.expires_on, loaded.metadata) == (b"kept", None, fact.metadata)
+    assert (new.role, new.scopes) == ("user", {"user_id": "alice"})
+
+
+async def test_feedback_goes_with_its_fact(
+    store: FactStore, placement: Placement, redis: Redis, keys: KeySpace
+) -> None:
+    a, b = await told(store, placement, "a", "b")
+    for fact in (a, b):
+        await store.put_feedback(placement, fact.id, {"feedback": "POSITIVE"})
+    await store.put_feedback(placement, b.id, None)
+    await store.put_feedback(placement, FactId("unknown"), {"feedback": "POSITIVE"})
+    assert await store.feedback(ALICE) == {a.id: {"feedback": "POSITIVE"}}
+    await store.delete(placement, [a.id])
+    assert not await redis.exists(keys.feedback(ALICE))
 
 
 async def test_a_write_that_redis_did_not_take_is_unavailable(own_valkey: Valkey, keys: KeySpace) -> None:

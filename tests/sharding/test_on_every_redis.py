@@ -21,6 +21,7 @@ from sharding.facts import FactStore
 from sharding.ids import Placement, UserId
 from sharding.keys import KeySpace
 from sharding.placement import ShardReport
+from sharding.scopes import Entity
 
 T = TypeVar("T")
 USERS = [UserId(f"user-{n}") for n in range(40)]  # over all of a cluster's primaries
@@ -82,6 +83,21 @@ async def test_facts_are_appended_embedded_and_deleted_by_the_owner_only(redis: 
         with pytest.raises(WrongShard):
             await store.append(placement, ["three"], "later", NOW)
         assert await store.delete_all(moved) == 1
+
+
+async def test_facts_have_versions_and_their_owners_are_found(redis: RedisClient, keys: KeySpace) -> None:
+    directory, store = Directory(redis, keys), FactStore(redis, keys)
+    for user in USERS[:8]:
+        placement, ada = await directory.claim(user, HERE, None), Entity("user", user)
+        await store.registry.register(user, [ada], NOW)
+        ((fact, _),) = await store.append(placement, ["one"], "turn", NOW)
+        new = await store.update(placement, fact, now=NOW, embedding=b"1234", text="two")
+        assert await store.history(new) == [fact]
+        assert await store.registry.owners_by_id("", fact.id) == await store.registry.owners_of("", ada) == [user]
+        await store.delete(placement, [fact.id])
+        await store.registry.unregister(user, [ada], empty=True)
+    await store.log.settled()
+    assert await store.registry.entities("") == []
 
 
 async def test_what_an_owner_notes_of_its_users_is_kept_and_a_strangers_word_is_not(

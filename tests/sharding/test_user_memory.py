@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from people import ALICE, HERE
@@ -80,3 +82,30 @@ def test_a_cleared_memory_is_empty_and_usable(memory: UserMemory) -> None:
 
 def test_an_empty_memory_can_be_searched() -> None:
     assert UserMemory(PLACEMENT, 2).search([0, 1], 5) == []
+
+
+def test_an_updated_fact_is_found_by_its_new_vector_in_its_old_place() -> None:
+    memory = UserMemory(PLACEMENT, dim=2, facts=[fact(1, vector(1, 0)), fact(2, vector(1, 1))])
+    old = memory.facts[0]
+    new = replace(old, text="changed", version=2)
+    memory.replace(new, vector(0, 1))
+    assert [found.id for found in memory.search((0, 1), 2)] == [new.id, memory.facts[1].id]
+    assert memory.facts[0] == memory.get(old.id) == new
+    memory.check_integrity()
+
+
+def test_an_expired_fact_is_held_and_not_found() -> None:
+    facts = [replace(fact(n, vector(1, n)), expires_on=day) for n, day in enumerate(["2020-01-01", None, "2999-01-01"])]
+    memory = UserMemory(PLACEMENT, dim=2, facts=facts)
+    assert memory.expired() == {facts[0].id}
+    assert [found.seq for found in memory.current()] == [1, 2]
+    assert {found.seq for found in memory.search((1, 0), 3)} == {1, 2}
+    assert len(memory.search_scored((1, 0), 3, with_expired=True)) == 3
+    memory.replace(replace(facts[0], embedding=None, expires_on=None), None)
+    assert memory.expired() == set()
+
+
+def test_a_search_with_a_condition_looks_as_deep_as_it_must() -> None:
+    memory = UserMemory(PLACEMENT, dim=2, facts=[fact(n, vector(1000, n)) for n in range(500)])
+    found = memory.search_scored((1, 0), 2, lambda one: one.seq >= 490)
+    assert [one.seq for one, _ in found] == [490, 491]

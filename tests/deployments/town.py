@@ -1,0 +1,145 @@
+"""A whole Memshard in one process, but for the model and Ray: the gateway behind a socket, two shards with the engine
+that needs no model, and a real Valkey."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import socket
+import threading
+import time
+import uuid
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import AsyncExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import redis
+import uvicorn
+from fastapi import FastAPI
+
+from deployments.deterministic import open_shard
+from deployments.gateway import Gateway, GatewayStores, create_app
+from deployments.memory_calls import MemoryCall
+from deployments.messages import ChatCall, ChatEvent, ShardStatus
+from deployments.settings import GatewaySettings, ShardSettings
+from deployments.shard import Shard
+from deployments.shard_client import Shards
+from sharding.client import connect
+from sharding.directory import Directory
+from sharding.facts import FactStore
+from sharding.ids import ShardId
+from sharding.keys import KeySpace
+from sharding.lease import Lease
+from sharding.placement import PlacementPolicy, ShardReport
+from sharding.registry import Registry
+from tests.sharding.real_valkey import Valkey
+
+MODEL = "tiny"
+TTL_S = 3600.0
+
+
+class LocalShards(Shards):
+    """Shards in this process; what goes there and back is pickled, as on the way to another."""
+
+    def __init__(self) -> None:
+        self.by_id: dict[ShardId, Shard] = {}
+
+    async def chat(self, shard: ShardId, call: ChatCall, deadline_s: float) -> AsyncGenerator[ChatEvent, None]:
+        async for event in self.by_id[shard].chat(_sent(call)):
+            yield _sent(event)
+
+    async def ask(self, shard: ShardId, call: MemoryCall[Any], deadline_s: float) -> Any:
+        return _sent(await self.by_id[shard].ask(_sent(call)))
+
+    async def status(self, shard: ShardId, deadline_s: float) -> ShardStatus:
+        raise NotImplementedError
+
+
+def _sent(value: Any) -> Any:
+    return pickle.loads(pickle.dumps(value))
+
+
+class Town:
+    """`url` to talk to it, `app` to look at it, `redis` and `shards` to look into it."""
+
+    def __init__(self, valkey: Valkey, **settings: Any) -> None:
+        self.keys = KeySpace(uuid.uuid4().hex, MODEL)
+        self.redis = redis.Redis.from_url(valkey.url)
+        self.shards = LocalShards()
+        self._valkey = valkey
+        self._settings = GatewaySettings(model=MODEL, **settings)
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listening.getsockname()[1]}"
+        self._ready = threading.Event()
+
+    async def serve(self) -> None:
+        """Runs until `stop`."""
+        async with AsyncExitStack() as undo:
+            self.app = await self._build(undo)
+            self._loop = asyncio.get_running_loop()
+            self._server = uvicorn.Server(uvicorn.Config(self.app, log_level="warning", ws="none", lifespan="off"))
+            self._ready.set()
+            await self._server.serve([self._listening])
+
+    async def _build(self, undo: AsyncExitStack) -> FastAPI:
+        client = connect(self._valkey.url)
+        undo.push_async_callback(client.aclose)
+        directory = Directory(client, self.keys)
+        nowhere = Path("/nonexistent")
+        sizes: dict[str, Any] = {"kv_cache_bytes": 1, "chunk_device_bytes": 1 << 22, "window_facts": 2}
+        more: dict[str, Any] = {"threads": 1, "max_model_len": None, "max_fact_tokens": 4096}
+        times = {"heartbeat_interval_s": 1.0, "heartbeat_ttl_s": TTL_S, "redis_grace_s": 1.0}
+        shard_settings = ShardSettings(
+            MODEL, nowhere, nowhere, self._valkey.url, "test", 1, max_requests_in_flight=9, **sizes, **more, **times
+        )
+        for name in ("shard-a", "shard-b"):
+            id, lease = ShardId(name), Lease(TTL_S, TTL_S)
+            lease.acknowledged(time.monotonic())
+            shard = await open_shard(shard_settings, id, directory, FactStore(client, self.keys), lease)
+            undo.callback(shard.close)
+            self.shards.by_id[id] = shard
+            report = ShardReport(shard=id, model=MODEL, ready=True, free_bytes=1, users=0, requests_in_flight=0)
+            await directory.heartbeat(report.model_dump_json(), id, TTL_S)
+        stores = GatewayStores(directory, Registry(client, self.keys))
+        return create_app(Gateway(self.shards, stores, PlacementPolicy(), self._settings))
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+
+    def run(self, work: Any, timeout_s: float = 10.0) -> Any:
+        """Awaits `work` on the town's own loop."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)
+
+    def kept(self) -> dict[bytes, bytes]:
+        """Every key of this town in Redis, with all that is under it."""
+        dumped = {}
+        for key in self.redis.scan_iter(f"{self.keys.namespace}:*"):
+            kind = self.redis.type(key)
+            read = {
+                b"string": self.redis.get,
+                b"hash": self.redis.hgetall,
+                b"set": self.redis.smembers,
+                b"zset": lambda k: self.redis.zrange(k, 0, -1),
+            }[kind]
+            dumped[key] = repr(read(key)).encode()
+        return dumped
+
+
+@contextmanager
+def a_town(valkey: Valkey, **settings: Any) -> Iterator[Town]:
+    """One that runs in a thread of its own."""
+    town = Town(valkey, **settings)
+    thread = threading.Thread(target=lambda: asyncio.run(town.serve()))
+    thread.start()
+    try:
+        assert town._ready.wait(20)
+        yield town
+    finally:
+        town.stop()
+        thread.join(timeout=10)
+        town.redis.close()
+        town._listening.close()
+    assert not thread.is_alive()
+    for shard in town.shards.by_id.values():
+        shard.ledger.check_integrity()
