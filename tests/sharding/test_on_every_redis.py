@@ -14,6 +14,7 @@ import pytest
 from every_redis import Kind
 from people import ELSEWHERE, HERE
 
+from sharding.append_log import AppendLog
 from sharding.client import RedisClient, connect
 from sharding.directory import Directory, Entry, Usage
 from sharding.errors import StartupError, Unavailable, WrongShard
@@ -87,6 +88,7 @@ async def test_facts_are_appended_embedded_and_deleted_by_the_owner_only(redis: 
 
 async def test_facts_have_versions_and_their_owners_are_found(redis: RedisClient, keys: KeySpace) -> None:
     directory, store = Directory(redis, keys), FactStore(redis, keys)
+    store.log = AppendLog(redis, every_s=0.0)
     for user in USERS[:8]:
         placement, ada = await directory.claim(user, HERE, None), Entity("user", user)
         await store.registry.register(user, [ada], NOW)
