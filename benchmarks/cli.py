@@ -98,6 +98,19 @@ def encode(
         plot_lines(plot, encode_report.lines(measured), title=title, x="window (facts)", y="ms a fact")
 
 
+def search(quick: Quick = False, json: Json = None) -> None:
+    """Finding facts among many: recall and time of the index, against exact search."""
+    check_targets(json, None)
+    from benchmarks import search as bench
+    from benchmarks.results import Report
+
+    console = Console()
+    found = list(bench.measure(console, bench.QUICK_COUNTS if quick else bench.COUNTS))
+    console.print(bench.table(found))
+    if json is not None:
+        Report.of("search", [one.row() for one in found]).write_json(json)
+
+
 def check_targets(*paths: Path | None) -> None:
     """Minutes of measuring must not end in a path that was wrong from the start. Raises MemshardError."""
     for path in paths:

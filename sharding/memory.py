@@ -10,9 +10,9 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import ArrayLike
 
+from sharding.fact_index import FactIndex
 from sharding.fact_records import Fact, today
 from sharding.ids import FactId, Placement
-from sharding.index import ExactIndex
 
 
 class UserMemory:
@@ -33,7 +33,7 @@ class UserMemory:
         self._facts: list[Fact] = []  # by seq
         self._by_id: dict[FactId, Fact] = {}
         self._expiring: dict[FactId, Fact] = {}  # those with a last day, which are few
-        self._index = ExactIndex(dim)
+        self._index = FactIndex(dim)
         self.add(facts)
 
     def __len__(self) -> int:
@@ -117,7 +117,7 @@ class UserMemory:
         self._facts.clear()
         self._by_id.clear()
         self._expiring.clear()
-        self._index = ExactIndex(self._dim)
+        self._index = FactIndex(self._dim)
 
     def facts_without_embedding(self) -> list[Fact]:
         """Facts that a search cannot find yet, oldest first."""
