@@ -17,11 +17,12 @@ from cluster.settings import PREFIX, Settings
 from deployments.gateway import GatewayReplica, GatewayStores
 from deployments.replica import OpenShard, ShardReplica
 from deployments.router import PinnedRouter
-from deployments.settings import GatewaySettings, ShardSettings
+from deployments.settings import GatewaySettings, ShardSettings, TelemetrySettings
 from sharding.client import connect
 from sharding.directory import Directory
 from sharding.errors import StartupError
 from sharding.keys import KeySpace
+from sharding.pages import Pages
 from sharding.placement import PlacementPolicy
 from sharding.registry import Registry
 
@@ -79,6 +80,7 @@ def build(
         graceful_shutdown_timeout_s=settings.stop_deadline_s,
         ray_actor_options=_actor_options(settings, GATEWAY_RESOURCE),
     )
+    telemetry = TelemetrySettings(settings.log_level, settings.otlp_endpoint)
     shard_settings = ShardSettings(
         model=model,
         model_path=model_path,
@@ -87,6 +89,7 @@ def build(
         namespace=settings.namespace,
         cluster=settings.cluster,
         gpus=settings.gpus_per_shard,
+        telemetry=telemetry,
         shards=settings.shards,
         threads=settings.threads_per_shard,
         max_model_len=settings.max_model_len,
@@ -104,6 +107,7 @@ def build(
         expected_shards=settings.shards,
         default_top_k=settings.top_k,
         deadline_s=settings.request_deadline_s,
+        telemetry=telemetry,
     )
     application: Any = gateways.bind(
         shards.bind(shard_settings, open_shard),
@@ -123,4 +127,4 @@ def _actor_options(settings: Settings, resource: str, gpus: int = 0) -> dict[str
 def open_stores(redis_url: str, keys: KeySpace) -> GatewayStores:
     """What a gateway asks Redis, with a client of its own for the process that calls."""
     redis = connect(redis_url)
-    return GatewayStores(Directory(redis, keys), Registry(redis, keys))
+    return GatewayStores(Directory(redis, keys), Registry(redis, keys), Pages(redis, keys))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -102,6 +102,11 @@ class Settings(BaseSettings):
     """Time between two heartbeats of a shard."""
     heartbeat_ttl_s: Seconds = 5.0
     """Silence after which a shard counts as gone."""
+
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    """Which of our own log lines are written; a line is a JSON object."""
+    otlp_endpoint: str | None = Field(None, pattern=r"^https?://")
+    """Base address of an OTLP/HTTP collector that traces are sent to; None: no traces."""
 
     start_deadline_s: Seconds = 300.0
     """Longest time from the start of Ray to a ready gateway; the first preparation of a model is not in it."""

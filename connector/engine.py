@@ -49,6 +49,7 @@ class EngineSettings:
     dtype: str = "auto"
     prefix_caching: bool = True
     kv_cache_dtype: str = "auto"
+    metrics: bool = False  # vLLM's own, in this process' Prometheus registry; one engine a process then
 
 
 class MemoryEngine:
@@ -88,7 +89,7 @@ class MemoryEngine:
             # With it, vLLM schedules a step before it hears of the last one's failed loads and takes the token computed
             # behind them for an answer (its default on GPUs; the CPU platform has it off).
             async_scheduling=False,
-            disable_log_stats=True,
+            disable_log_stats=not settings.metrics,
             worker_extension_cls="connector.worker_extension.MemoryWorkerExtension",
             kv_transfer_config=KVTransferConfig(
                 kv_connector="MemoryConnector",

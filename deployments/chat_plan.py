@@ -21,6 +21,7 @@ from deployments.heads import Heads
 from deployments.messages import ChatCall, MemoryUse
 from deployments.ports import Embeds
 from deployments.resident import Residents
+from deployments.telemetry import step
 from sharding.user_memory import UserMemory
 
 DEFAULT_MAX_TOKENS = 256
@@ -60,19 +61,22 @@ class ChatPlanner:
         use = MemoryUse(call.mode)
         if not question or not len(memory):
             return await self.plain(call, use)
-        chunks = await self._residents.ready(memory)
+        with step("chat", "facts"):
+            chunks = await self._residents.ready(memory)
         room = self._engine.max_model_len
         head, tail = await asyncio.to_thread(self._template.split, call.messages)
         max_tokens = self._max_tokens(call, len(head) + len(tail))
         if len(head) + len(tail) + max_tokens > room:
             return await self.plain(call, replace(use, left_out=min(call.top_k, len(memory))))
         began = time.perf_counter()
-        vector = (await self._embedder.embed([question]))[0]
+        with step("chat", "embed"):
+            vector = (await self._embedder.embed([question]))[0]
         embed_s = time.perf_counter() - began
         head_piece = await self._heads.piece(head)
         # Nothing is awaited from the search to the plan: a fact could be deleted meanwhile.
         began = time.perf_counter()
-        facts = memory.search(vector, call.top_k)
+        with step("chat", "search"):
+            facts = memory.search(vector, call.top_k)
         use = replace(use, embed_s=embed_s, search_s=time.perf_counter() - began)
         plan = plan_memory(
             self._residents.servable(head_piece),

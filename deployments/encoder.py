@@ -25,6 +25,7 @@ from connector.encode_steps import steps
 from connector.ledger import ChunkLedger
 from connector.port import Engine
 from connector.windows import EncodeJob
+from deployments import telemetry
 from deployments.encode_pace import EncodePace
 from sharding.errors import EngineFailed
 
@@ -151,9 +152,10 @@ class Encoder:
         ids = [range_.id for range_ in step.captures]
         done: set[ChunkId] = set()
         try:
-            done = await self._engine.encode(
-                f"encode-{uuid.uuid4().hex}", step.token_ids, step.captures, text_salt(owner)
-            )
+            with telemetry.step("remember", "encode"):
+                done = await self._engine.encode(
+                    f"encode-{uuid.uuid4().hex}", step.token_ids, step.captures, text_salt(owner)
+                )
         except BaseException:
             self._to_drop.update(ids)  # nobody said that the workers hold nothing of it
             raise

@@ -11,6 +11,7 @@ Serve builds it inside the replica, on the event loop that serves requests, and 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic import BaseModel
 
+from deployments import telemetry
 from deployments.api_docs import ERRORS, install_openapi
 from deployments.chat_api import chat_routes
 from deployments.health_api import health_routes
@@ -35,6 +37,8 @@ from deployments.mem0_oss_api import oss_routes
 from deployments.mem0_platform_api import platform_routes
 from deployments.memories import Memories
 from deployments.memories_api import memory_routes
+from deployments.metering import Meter
+from deployments.metrics_api import Metrics, SharedPages, metrics_routes
 from deployments.openai_api import ChatRequest
 from deployments.owner_calls import OwnerCalls
 from deployments.owners import Owners, PlacementDirectory, Policy
@@ -60,24 +64,30 @@ class GatewayStores:
 
     directory: PlacementDirectory
     names: OwnerNames
+    pages: SharedPages | None = None  # None: this gateway is the only one
 
 
 class Gateway:
     """What a gateway process holds: the way to the shards, the directory's cache, its settings."""
 
-    def __init__(self, shards: Shards, stores: GatewayStores, policy: Policy, settings: GatewaySettings) -> None:
+    def __init__(
+        self, shards: Shards, stores: GatewayStores, policy: Policy, settings: GatewaySettings, me: str = "gateway"
+    ) -> None:
+        """`me`: this process' id among the gateways."""
         directory = stores.directory
         self.shards = shards
         self.settings = settings
         self.owners = Owners(directory, policy, PlacementCache(settings.cached_users), settings.reports_ttl_s)
         self.calls = OwnerCalls(shards, self.owners, settings.deadline_s)
         self.memories = Memories(shards, self.calls, stores.names)
+        self.metrics = Metrics(shards, self.owners, stores.pages, me, settings)
 
 
 def create_app(gateway: Gateway, stamps_request_id: bool = True) -> FastAPI:
     """The HTTP application. `stamps_request_id`: put X-Request-ID on responses (Serve's proxy does so itself)."""
     settings = gateway.settings
     app = FastAPI(title="Memshard", redirect_slashes=False, docs_url=None, redoc_url=None, responses=ERRORS)
+    app.add_middleware(Meter)
     app.add_middleware(RequestEdge, max_body_bytes=settings.max_body_bytes, stamps_request_id=stamps_request_id)
     install_error_handlers(app)
     app.include_router(chat_routes(gateway.calls, settings))
@@ -85,6 +95,7 @@ def create_app(gateway: Gateway, stamps_request_id: bool = True) -> FastAPI:
     app.include_router(oss_routes(gateway.memories, settings))
     app.include_router(memory_routes(gateway.memories, settings))
     app.include_router(health_routes(gateway.shards, gateway.owners, settings))
+    app.include_router(metrics_routes(gateway.metrics))
     install_openapi(app, BODIES)
     return app
 
@@ -100,8 +111,13 @@ class GatewayReplica:
         settings: GatewaySettings,
     ) -> None:
         """`shards`: the shard deployment's DeploymentHandle. `open_stores`: called once, in the replica."""
-        self._gateway = Gateway(ShardClient(shards), open_stores(), policy, settings)
+        from ray import serve
+
+        me = serve.get_replica_context().replica_id.unique_id
+        telemetry.begin(settings.telemetry, "gateway", me)
+        self._gateway = Gateway(ShardClient(shards), open_stores(), policy, settings, me)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        """Called by Serve after the constructor."""
+        """Called by Serve after the constructor, on the loop that serves requests."""
+        self._publishing = asyncio.get_running_loop().create_task(self._gateway.metrics.keep_publishing())
         return create_app(self._gateway, stamps_request_id=False)

@@ -27,6 +27,7 @@ from deployments.memory_calls import (
 from deployments.memory_reads import MemoryReads, held
 from deployments.resident import Residents
 from deployments.resident_use import ResidentUse
+from deployments.telemetry import step
 from sharding.errors import InvalidRequest, TooLarge
 from sharding.facts import Fact, FactStore, Told, text_hash
 from sharding.filters import matches
@@ -74,7 +75,8 @@ class MemoryWrites:
                 Told(text, role, call.scopes, call.metadata, call.expires_on)
                 for text, role in zip(call.texts, roles, strict=True)
             ]
-            added = await self._store.append(call.placement, texts, call.request_id, now)
+            with step("remember", "append"):
+                added = await self._store.append(call.placement, texts, call.request_id, now)
             await self._residents.read(memory, [fact for fact, _ in added])
             memory.add(fact for fact, _ in added)
             await self._residents.added(memory)

@@ -13,6 +13,7 @@ answered by any shard, without memory.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import replace
@@ -21,6 +22,7 @@ from typing import TypeVar
 from deployments.messages import ChatCall, ChatEvent
 from deployments.owners import Owners
 from deployments.shard_client import Shards
+from deployments.telemetry import FIRST_TOKEN, RETRIES, about, step
 from sharding.errors import DeadlineExceeded, NotFound, ShardGone, Unavailable, WrongShard
 from sharding.ids import Placement, UserId
 
@@ -74,26 +76,34 @@ class OwnerCalls:
         left_s = self._countdown()
         failures: list[Misplaced] = []
         while _may_try(failures):
-            placement = await place(user)
+            with step("memories", "owner"):
+                placement = await place(user)
+            about(user=user, shard=placement.shard, epoch=placement.epoch)
             try:
                 return await hop(placement, left_s())
             except (WrongShard, ShardGone) as error:
                 self._owners.distrust(placement.shard, user, error)
+                RETRIES.labels(type(error).__name__).inc()
                 failures.append(error)
         raise _unavailable() from failures[-1]
 
     async def chat(self, user: UserId | None, call: ChatCall) -> AsyncGenerator[ChatEvent, None]:
         """The events of `call`, whose placement is filled in here: None for a caller without identity or memory."""
         left_s = self._countdown()
+        began = time.perf_counter()
         failures: list[Misplaced] = []
         while _may_try(failures):
-            placement = await self._owners.placed(user) if user is not None else None
-            shard = placement.shard if placement is not None else await self._owners.any_shard(user)
+            with step("chat", "owner"):
+                placement = await self._owners.placed(user) if user is not None else None
+                shard = placement.shard if placement is not None else await self._owners.any_shard(user)
+            about(user=user, shard=shard, epoch=placement.epoch if placement is not None else None)
             started = False
             try:
                 events = self._shards.chat(shard, replace(call, placement=placement), left_s())
                 async with aclosing(events):
                     async for event in events:
+                        if not started:
+                            FIRST_TOKEN.labels(call.mode, "gateway").observe(time.perf_counter() - began)
                         started = True
                         yield event
                 return
@@ -101,6 +111,7 @@ class OwnerCalls:
                 self._owners.distrust(shard, user, error)
                 if started:
                     raise Unavailable("The shard was lost while it answered; send the request again.") from error
+                RETRIES.labels(type(error).__name__).inc()
                 failures.append(error)
         raise _unavailable() from failures[-1]
 

@@ -118,6 +118,10 @@ class Owners:
                 await self._read_reports()
         return self._without_gone()
 
+    def known(self) -> dict[ShardId, ShardReport]:
+        """The shards that were live when Redis last answered; asks nobody."""
+        return self._without_gone()
+
     async def _read_reports(self) -> None:
         try:
             self._reports = await self._directory.shards()

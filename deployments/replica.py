@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 from ray import serve
 
+from deployments import exposition, telemetry
 from deployments.memory_calls import MemoryCall
 from deployments.messages import ChatCall, ChatEvent, ShardStatus
 from deployments.settings import ShardSettings
+from deployments.telemetry import Carried, continued
 from sharding.client import connect
 from sharding.directory import Directory
 from sharding.errors import EngineFailed, MemshardError, ShardGone, Unavailable
@@ -60,6 +62,7 @@ class ShardReplica:
         self._settings = settings
         self._me = ShardId(context.replica_id.unique_id)
         self._started_at = datetime.now(UTC).isoformat(timespec="seconds")
+        telemetry.begin(settings.telemetry, "shard", self._me)
         slot, self._held = _take_slot(settings)
         _bind_cores(settings, slot)
         async with AsyncExitStack() as undo:
@@ -77,8 +80,11 @@ class ShardReplica:
             undo.callback(self._beating.cancel)
             self._running = undo.pop_all()
 
-    async def chat(self, call: ChatCall) -> AsyncGenerator[ChatEvent | MemshardError, None]:
+    async def chat(
+        self, call: ChatCall, along: Carried | None = None
+    ) -> AsyncGenerator[ChatEvent | MemshardError, None]:
         """See `Shard.chat`."""
+        continued(along, user=call.asker, epoch=call.placement.epoch if call.placement is not None else None)
         async with aclosing(self._shard.chat(call)) as events:
             try:
                 async for event in events:
@@ -86,8 +92,9 @@ class ShardReplica:
             except MemshardError as error:
                 yield self._told(error)
 
-    async def ask(self, call: MemoryCall[Any]) -> Any:
+    async def ask(self, call: MemoryCall[Any], along: Carried | None = None) -> Any:
         """See `Shard.ask`."""
+        continued(along, user=call.placement.user, epoch=call.placement.epoch)
         try:
             return await self._shard.ask(call)
         except MemshardError as error:
@@ -120,6 +127,10 @@ class ShardReplica:
                 "wrong_shard": shard.users.wrong_shard,
             },
         )
+
+    async def metrics(self) -> str:
+        """What this shard counts and measures, vLLM's own metrics included, in Prometheus' text format."""
+        return exposition.of_status(asdict(await self.status())) + exposition.own()
 
     async def check_health(self) -> None:
         """Called by Serve; raising makes it replace this replica."""

@@ -19,6 +19,7 @@ from connector.template import PromptTemplate
 from connector.windows import FactChunks, Line
 from deployments.encoder import Encoder
 from deployments.ports import Embeds
+from deployments.telemetry import step
 from sharding.errors import EngineFailed, Unavailable, WrongShard
 from sharding.facts import Fact, FactStore
 from sharding.ids import FactId, UserId
@@ -116,7 +117,8 @@ class Residents:
             pending = memory.facts_without_embedding()
             if not pending:
                 return
-            vectors = await self._embedder.embed([fact.text for fact in pending])
+            with step("remember", "embed"):
+                vectors = await self._embedder.embed([fact.text for fact in pending])
             embeddings = {fact.id: self._stored(vector) for fact, vector in zip(pending, vectors, strict=True)}
             memory.put_embeddings(embeddings)
             with suppress(Unavailable, WrongShard):  # derived: whoever loads this user next computes them again

@@ -7,6 +7,14 @@ from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
+class TelemetrySettings:
+    """What processes tell of themselves, beside metrics."""
+
+    log_level: str = "INFO"  # of our own log lines
+    otlp_endpoint: str | None = None  # base address of an OTLP/HTTP collector for traces; None: no traces
+
+
+@dataclass(frozen=True, slots=True)
 class GatewaySettings:
     """Settings of one gateway process."""
 
@@ -21,6 +29,8 @@ class GatewaySettings:
     cached_users: int = 100_000  # placements held in this process
     reports_ttl_s: float = 1.0  # how long heartbeats read from Redis are believed
     status_deadline_s: float = 2.0  # how long /status and /readyz wait for an answer
+    pages_interval_s: float = 5.0  # how often a gateway shows the others its metrics
+    telemetry: TelemetrySettings = TelemetrySettings()
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,3 +56,4 @@ class ShardSettings:
     resident_users: int = 10_000  # users whose facts and index are in the replica's memory
     cluster: str = ""  # among those of the namespace; its shards know only each other
     gpus: int = 0  # that the engine spans; 0: CPU cores
+    telemetry: TelemetrySettings = TelemetrySettings()

@@ -41,6 +41,7 @@ from deployments.messages import ChatCall, ChatDelta, ChatEvent, ChatFinished, C
 from deployments.ports import Embeds
 from deployments.resident import Residents
 from deployments.resident_use import ResidentUse
+from deployments.telemetry import first_token, step
 from deployments.usage import UsageNotes
 from sharding.errors import Busy, EngineFailed
 from sharding.facts import FactStore
@@ -131,7 +132,8 @@ class Shard:
         """
         with self._admitted(), ExitStack() as waiting:
             waiting.enter_context(self.encoder.pace.chat_waits())
-            plan = await self._plan(call)
+            with step("chat", "plan"):
+                plan = await self._plan(call)
             with self.ledger.pinned(call.asker or SHARED, [id_ for id_, _ in plan.prompt.load]):
                 sampling = self.engine.sampling(plan.max_tokens, call.sampling.stop, **call.sampling.given())
                 # Both are closed before the pins end: until it is aborted, a request may still read its chunks.
@@ -154,7 +156,7 @@ class Shard:
     async def _events(self, plan: ChatPlan, deltas: AsyncIterator[EngineDelta]) -> AsyncGenerator[ChatEvent, None]:
         use = plan.use
         self.counters[f"chats_{use.mode}"] += 1
-        began = time.perf_counter()
+        began, began_ns = time.perf_counter(), time.time_ns()
         completion_tokens = 0
         started = False
         async for delta in deltas:
@@ -168,6 +170,7 @@ class Shard:
             )
             if not started:
                 started = True
+                first_token(began_ns, use)
                 yield ChatStarted(len(plan.prompt.token_ids), use)
             if delta.text:
                 yield ChatDelta(delta.text)

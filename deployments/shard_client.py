@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 from deployments.memory_calls import MemoryCall
 from deployments.messages import ChatCall, ChatEvent, ChatFinished, ShardStatus
 from deployments.ray_errors import as_memshard_error
+from deployments.telemetry import carried
 from sharding.errors import DeadlineExceeded, MemshardError, ShardGone
 from sharding.ids import ShardId
 
@@ -36,6 +37,9 @@ class Shards(Protocol):
     async def status(self, shard: ShardId, deadline_s: float) -> ShardStatus:
         """What the shard says of itself now."""
 
+    async def metrics(self, shard: ShardId, deadline_s: float) -> str:
+        """The shard's numbers and durations, and vLLM's own, in Prometheus' text format."""
+
 
 class ShardClient(Shards):
     """`Shards` over the shard deployment's handle, whose router is `PinnedRouter`.
@@ -49,7 +53,7 @@ class ShardClient(Shards):
         self._handle = handle
 
     async def chat(self, shard: ShardId, call: ChatCall, deadline_s: float) -> AsyncGenerator[ChatEvent, None]:
-        response = self._handle.options(session_id=shard, method_name="chat", stream=True).remote(call)
+        response = self._handle.options(session_id=shard, method_name="chat", stream=True).remote(call, carried())
         ends_at = asyncio.get_running_loop().time() + deadline_s
         finished = False
         try:
@@ -71,10 +75,13 @@ class ShardClient(Shards):
                 _abort(response)
 
     async def ask(self, shard: ShardId, call: MemoryCall[T], deadline_s: float) -> T:
-        return await self._call(shard, "ask", deadline_s, call)  # type: ignore[no-any-return]
+        return await self._call(shard, "ask", deadline_s, call, carried())  # type: ignore[no-any-return]
 
     async def status(self, shard: ShardId, deadline_s: float) -> ShardStatus:
         return await self._call(shard, "status", deadline_s)  # type: ignore[no-any-return]
+
+    async def metrics(self, shard: ShardId, deadline_s: float) -> str:
+        return await self._call(shard, "metrics", deadline_s)  # type: ignore[no-any-return]
 
     async def _call(self, shard: ShardId, method: str, deadline_s: float, *args: object) -> Any:
         response = self._handle.options(session_id=shard, method_name=method, stream=False).remote(*args)

@@ -39,6 +39,7 @@ async def open_shard(
                 max_model_len=settings.max_model_len,
                 kv_cache_bytes=settings.kv_cache_bytes,
                 tensor_parallel=max(1, settings.gpus),
+                metrics=True,
                 eager=not torch.cuda.is_available(),
             )
         )

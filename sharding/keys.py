@@ -12,6 +12,7 @@
     <ns>:{<user>}:seq             int     last seq given out; outlives deletions
     <ns>:{shards:<model>}         set     ids of shards that may be alive
     <ns>:{shards:<model>}:<id>    string  a shard's last report, with a TTL
+    <ns>:{shards:<model>}:pages   hash    gateway's id -> its metrics; `pages.py`
     <ns>:{tenant:<tenant>}:…      what the tenant has: see `registry.py`
 
 Where `cluster` is given, its shards are in `{shards:<model>:<cluster>}`: two clusters of one installation share users
@@ -80,6 +81,9 @@ class KeySpace:
 
     def shard(self, shard: ShardId) -> str:
         return f"{self.shards()}:{_escape(shard)}"
+
+    def pages(self) -> str:
+        return self.shards() + ":pages"
 
     def _of(self, user: UserId) -> str:
         return f"{_escape(self.namespace)}:{{{_escape(user)}}}"

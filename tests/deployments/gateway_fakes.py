@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from deployments import exposition
 from deployments.gateway import Gateway, GatewayStores
 from deployments.memory_calls import (
     AddCall,
@@ -157,6 +158,9 @@ class FakeShards(Shards):
     async def status(self, shard: ShardId, deadline_s: float) -> ShardStatus:
         here = self._enter(shard, None)
         return ShardStatus(shard, MODEL, True, NOW, len(here.facts), 0, 0, 0, 0, (("device", 10, 100),), {"chats": 1})
+
+    async def metrics(self, shard: ShardId, deadline_s: float) -> str:
+        return exposition.of_status(asdict(await self.status(shard, deadline_s)))
 
     def _enter(self, shard: ShardId, placement: Placement | None) -> FakeShard:
         here = self.by_id.get(shard)

@@ -22,6 +22,7 @@ from deployments.messages import ChatCall, ChatDelta, ChatEvent, ChatFinished, C
 from deployments.router import PinnedRouter
 from deployments.settings import GatewaySettings
 from deployments.shard_client import ShardClient
+from deployments.telemetry import Carried
 from sharding.errors import NotFound
 from sharding.ids import Placement, ShardId, UserId
 from sharding.placement import PlacementPolicy, ShardReport
@@ -38,7 +39,7 @@ class TinyShard:
         self.id = serve.get_replica_context().replica_id.unique_id
         self.ended: list[str] = []  # how each chat and add ended
 
-    async def chat(self, call: ChatCall) -> AsyncGenerator[ChatEvent, None]:
+    async def chat(self, call: ChatCall, along: Carried) -> AsyncGenerator[ChatEvent, None]:
         word = call.messages[-1]["content"]
         use = MemoryUse(call.mode)
         try:
@@ -54,7 +55,7 @@ class TinyShard:
             self.ended.append(type(error).__name__)
             raise
 
-    async def ask(self, call: AddCall) -> tuple[AddedFact, ...]:
+    async def ask(self, call: AddCall, along: Carried) -> tuple[AddedFact, ...]:
         try:
             for text in call.texts:
                 if text == "sleep":

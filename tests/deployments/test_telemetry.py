@@ -1,0 +1,150 @@
+"""Log lines and spans of one request, from the gateway into the shard."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from gateway_fakes import MODEL, Cluster
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from deployments import telemetry
+from deployments.telemetry import Carried, JsonLines, about, begun, carried, continued, digest, step
+
+SECRET = "The blue kettle is in the attic"
+
+
+class Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.setFormatter(JsonLines({"process": "gateway", "name": "g1"}))
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(self.format(record))
+
+
+@pytest.fixture
+def lines() -> Iterator[list[str]]:
+    handler, log = Lines(), logging.getLogger("deployments")
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel("DEBUG")
+    yield handler.lines
+    log.removeHandler(handler)
+    log.setLevel(level)
+
+
+@pytest.fixture(scope="session")
+def exporter() -> InMemorySpanExporter:
+    """A process has one provider of spans for good."""
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    trace.set_tracer_provider(provider)
+    return exporter
+
+
+async def test_a_request_is_one_line_that_says_what_it_was_about(
+    client: httpx.AsyncClient, cluster: Cluster, lines: list[str]
+) -> None:
+    cluster.place("ada")
+    await client.post(
+        "/v1/chat/completions",
+        json={"model": MODEL, "messages": [{"role": "user", "content": SECRET}], "user_id": "ada"},
+        headers={"X-Request-ID": "r-17"},
+    )
+    (line,) = [json.loads(line) for line in lines if '"answered"' in line]
+    assert (line["request_id"], line["shard"], line["epoch"]) == ("r-17", "shard-a", 1)
+    assert (line["method"], line["route"], line["status"]) == ("POST", "/v1/chat/completions", 200)
+    assert (line["process"], line["name"], line["level"]) == ("gateway", "g1", "INFO")
+    assert line["user"] == digest("ada")
+
+
+async def test_neither_a_fact_nor_a_question_nor_a_user_is_ever_in_a_line(
+    client: httpx.AsyncClient, cluster: Cluster, lines: list[str]
+) -> None:
+    message = {"role": "user", "content": SECRET}
+    await client.post("/v1/memories", json={"user_id": "ada-lovelace", "messages": [message], "infer": False})
+    chat = {"model": MODEL, "messages": [message], "user_id": "ada-lovelace"}
+    await client.post("/v1/chat/completions", json=chat)
+    cluster.shards.of("ada-lovelace").break_with = RuntimeError("the shard fails")
+    await client.post("/v1/chat/completions", json=chat)
+    assert len(lines) >= 3
+    assert not [line for line in lines if SECRET in line or "ada-lovelace" in line]
+
+
+async def test_the_shards_lines_carry_the_gateways_request(lines: list[str]) -> None:
+    begun(request_id="r-1")
+    about(shard="s1", user="ada")
+    along = carried()
+
+    async def in_the_shard() -> None:
+        continued(along, user="ada", epoch=3)
+        logging.getLogger("deployments.shard").warning("a line")
+
+    await asyncio.create_task(in_the_shard())
+    line = json.loads(lines[-1])
+    assert (line["request_id"], line["epoch"], line["user"]) == ("r-1", 3, digest("ada"))
+    assert "shard" not in line, "the shard says itself who it is"
+
+
+def test_a_failure_is_one_line_with_its_trace(lines: list[str]) -> None:
+    try:
+        raise RuntimeError("broken")
+    except RuntimeError:
+        logging.getLogger("deployments.shard").exception("it failed")
+    line = json.loads(lines[-1])
+    assert line["message"] == "it failed"
+    assert line["trace"].endswith("RuntimeError: broken")
+
+
+async def test_a_request_is_one_trace_with_a_span_a_step_across_processes(
+    exporter: InMemorySpanExporter, client: httpx.AsyncClient, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exporter.clear()
+    sent: list[Carried] = []
+    real_chat = cluster.shards.chat
+
+    async def chat(*args: object) -> object:
+        sent.append(carried())  # what `ShardClient` sends along
+        async for event in real_chat(*args):  # type: ignore[arg-type]
+            yield event
+
+    monkeypatch.setattr(cluster.shards, "chat", chat)
+    await client.post(
+        "/v1/chat/completions", json={"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "user_id": "ada"}
+    )
+
+    async def in_the_shard() -> None:
+        continued(sent[0])
+        with step("chat", "search"):
+            pass
+
+    await asyncio.create_task(in_the_shard())
+    spans = {span.name: span for span in exporter.get_finished_spans()}
+    request, owner, search = (spans[name] for name in ("POST /v1/chat/completions", "chat owner", "chat search"))
+    assert request.context is not None
+    assert {span.context.trace_id for span in (request, owner, search) if span.context} == {request.context.trace_id}
+    for span in (owner, search):
+        assert span.parent is not None
+        assert span.parent.span_id == request.context.span_id
+
+
+def test_a_step_that_fails_is_measured_too() -> None:
+    def count() -> float:
+        samples = next(iter(telemetry.STEP.collect())).samples
+        found = (s.value for s in samples if s.name.endswith("_count") and s.labels["step"] == "of a test")
+        return next(found, 0.0)
+
+    before = count()
+    with pytest.raises(RuntimeError), step("chat", "of a test"):
+        raise RuntimeError("broken")
+    assert count() == before + 1
