@@ -36,22 +36,28 @@ class CaptureRange:
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """The keys and values of one token on one worker: `layers`, K and V, `kv_heads` (its own), `head_dim`."""
+    """The keys and values of one token on one worker: `layers`, `parts`, `kv_heads` (its own), `head_dim`.
+
+    `parts` is 2, keys and values, or 1 for multi-head latent attention, whose one row is both (`cache_update.py`). Of a
+    key's elements only those from `rotated_from` on are ever rotated.
+    """
 
     layers: int
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    parts: int = 2
+    rotated_from: int = 0
 
     @property
     def token_bytes(self) -> int:
         """Bytes that one token's keys and values take."""
-        return self.layers * 2 * self.kv_heads * self.head_dim * int(self.dtype.itemsize)
+        return self.layers * self.parts * self.kv_heads * self.head_dim * int(self.dtype.itemsize)
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """`kv` is `[layers, 2, tokens, kv_heads, head_dim]`, contiguous, in the model's dtype.
+    """`kv` is `[layers, parts, tokens, kv_heads, head_dim]`, contiguous, in the model's dtype.
 
     Keys are as the model cached them: rotated at `position + i` for token i. Values carry no position. Layers come
     first because a paged cache is written layer by layer: a composition's layer is then contiguous as it is gathered.

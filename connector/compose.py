@@ -1,7 +1,7 @@
 """From chunks to what a paged cache wants: few gathers for all layers, then per layer one rotation and one write.
 
-    chunks         [layers, 2, tokens_c, kv_heads, head_dim] each, keys rotated at their own positions
-      gather  ->   [group, 2, T, kv_heads, head_dim]         one concatenation a group of layers
+    chunks         [layers, parts, tokens_c, kv_heads, head_dim] each, keys rotated at their own positions
+      gather  ->   [group, parts, T, kv_heads, head_dim]     one concatenation a group of layers
       layer l ->   keys   [T, kv_heads, head_dim]            rotated in float32, in place, to where they are served
                    values [T, kv_heads, head_dim]            as they are
       write(l, keys, values)                                 the backend's own cache update
@@ -27,7 +27,8 @@ a third of the whole composition on a CPU.
 """
 
 WriteLayer = Callable[[int, torch.Tensor, torch.Tensor], None]
-"""`(layer, keys, values)`, each `[tokens, kv_heads, head_dim]`, contiguous, used again once this returns."""
+"""`(layer, keys, values)`, each `[tokens, kv_heads, head_dim]`, contiguous, used again once this returns. Where a chunk
+has one part only, both are that part."""
 
 
 class Composition(Protocol):
@@ -48,30 +49,31 @@ def compose(
 ) -> int:
     """Lays the chunks out one behind another from position 0 on and writes positions `skip` up to `stop`.
 
-    `rotations` has one for each layer. Tokens that are served where they were encoded are copied bit for bit. Returns
-    the number of tokens written.
+    `rotations` has one for each layer, all of one `first`. Tokens that are served where they were encoded are copied
+    bit for bit. Returns the number of tokens written.
     """
     end = sum(chunk.tokens for chunk in chunks) if stop is None else stop
     if end <= skip:
         return 0
     parts, distances = _parts(chunks, skip, end)
     moved = bool(distances.any())
-    layers, _, _, heads, dim = parts[0].shape
-    group = max(1, GATHER_BYTES // (2 * (end - skip) * heads * dim * parts[0].element_size()))
-    gathered = parts[0].new_empty((min(group, layers), 2, end - skip, heads, dim))
+    layers, kinds, _, heads, dim = parts[0].shape
+    group = max(1, GATHER_BYTES // (kinds * (end - skip) * heads * dim * parts[0].element_size()))
+    gathered = parts[0].new_empty((min(group, layers), kinds, end - skip, heads, dim))
     distinct = {id(rotation): rotation for rotation in rotations} if moved else {}
     tables = {id_: rotation.table(distances).to(gathered.device) for id_, rotation in distinct.items()}
-    keys32 = torch.empty_like(gathered[0, 0], dtype=torch.float32) if moved else None
+    first = rotations[0].first
+    keys32 = gathered.new_empty((end - skip, heads, dim - first), dtype=torch.float32) if moved else None
     for layer, rotation in enumerate(rotations):
         place = layer % group
         if place == 0:
             last = min(layer + group, layers)
             torch.cat([part[layer:last] for part in parts], dim=2, out=gathered[: last - layer])
-        keys, values = gathered[place]
+        keys, values = gathered[place, 0], gathered[place, -1]
         if keys32 is not None:
-            keys32.copy_(keys)
+            keys32.copy_(keys[..., first:])
             rotate(keys32, tables[id(rotation)], rotation.neox)
-            keys.copy_(keys32)
+            keys[..., first:] = keys32
         write(layer, keys, values)
     return end - skip
 

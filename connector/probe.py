@@ -7,23 +7,31 @@ proved by our tests, is refused with one sentence; no model is ever served wrong
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
+from vllm.model_executor.layers.rotary_embedding.phi3_long_rope_scaled_rope import Phi3LongRoPEScaledRotaryEmbedding
 from vllm.v1.attention.backend import AttentionType
 
+from connector.cache_update import CacheUpdate, LatentUpdate, PlainUpdate
 from connector.rotation import Rotation, rotate_keys
 
 PROVED_ARCHITECTURES = frozenset(
     {
         "CohereForCausalLM",
+        "DeepseekV2ForCausalLM",
+        "DeepseekV3ForCausalLM",
+        "Gemma2ForCausalLM",
         "Gemma3ForCausalLM",
-        "GlmForCausalLM",
+        "GPTJForCausalLM",
+        "Glm4ForCausalLM",
+        "GraniteForCausalLM",
         "LlamaForCausalLM",
         "MistralForCausalLM",
+        "Phi3ForCausalLM",
         "Qwen2ForCausalLM",
         "Qwen3ForCausalLM",
         "StableLmForCausalLM",
@@ -43,51 +51,81 @@ class Refused(Exception):
     """This model cannot be served from chunks; the message is the reason, one sentence."""
 
 
-def check_attention(layers: dict[str, Attention], architectures: list[str]) -> None:
-    """Raises `Refused` for attention whose cache cannot be captured or written through its own update method."""
+def read_updates(
+    layers: Mapping[str, Any], caches: Mapping[str, torch.Tensor], architectures: Sequence[str]
+) -> list[CacheUpdate]:
+    """The cache update of each layer, in the order of `layers`.
+
+    Raises `Refused` for attention whose cache cannot be captured or written through its own update method.
+    """
     unknown = [name for name in architectures if name not in PROVED_ARCHITECTURES]
     if unknown or not architectures:
         known = ", ".join(sorted(PROVED_ARCHITECTURES))
         raise Refused(f"the architecture {', '.join(unknown) or '(none named)'} is not among those proved ({known})")
     if not layers:
         raise Refused("the model has no attention layer with a paged cache")
+    updates: list[CacheUpdate] = []
     for name, layer in layers.items():
-        if not isinstance(layer, Attention):
-            raise Refused(f"{name} is not plain attention but {type(layer).__name__}")
-        if layer.attn_type != AttentionType.DECODER:
-            raise Refused(f"{name} is not decoder self-attention")
-        if layer.kv_sharing_target_layer_name is not None:
-            raise Refused(f"{name} shares the cache of {layer.kv_sharing_target_layer_name}")
-        if layer.head_size_v != layer.head_size:
-            raise Refused(f"{name} has values of another width than its keys")
-        if layer.attn_backend.forward_includes_kv_cache_update or not hasattr(layer.impl, "do_kv_cache_update"):
-            raise Refused(f"the attention backend {layer.attn_backend.get_name()} does not update its cache apart")
-    shapes = {(layer.num_kv_heads, layer.head_size, layer.dtype) for layer in layers.values()}
+        if isinstance(layer, MLAAttention):
+            _check_latent(name, layer)
+            updates.append(LatentUpdate(layer, caches[name]))
+        elif isinstance(layer, Attention):
+            _check_plain(name, layer)
+            updates.append(PlainUpdate(layer, caches[name]))
+        else:
+            raise Refused(f"{name} is not attention that is known here but {type(layer).__name__}")
+    shapes = {(update.parts, update.kv_heads, update.head_dim, update.rotated_from, update.dtype) for update in updates}
     if len(shapes) > 1:
         raise Refused("its attention layers differ in heads, head size or dtype")
+    return updates
 
 
-def read_rotations(model: torch.nn.Module, layers: Sequence[str]) -> list[Rotation]:
+def _check_plain(name: str, layer: Attention) -> None:
+    if layer.attn_type != AttentionType.DECODER:
+        raise Refused(f"{name} is not decoder self-attention")
+    if layer.kv_sharing_target_layer_name is not None:
+        raise Refused(f"{name} shares the cache of {layer.kv_sharing_target_layer_name}")
+    if layer.head_size_v != layer.head_size:
+        raise Refused(f"{name} has values of another width than its keys")
+    if layer.attn_backend.forward_includes_kv_cache_update or not hasattr(layer.impl, "do_kv_cache_update"):
+        raise Refused(f"the attention backend {layer.attn_backend.get_name()} does not update its cache apart")
+
+
+def _check_latent(name: str, layer: MLAAttention) -> None:
+    if layer.use_sparse or layer.sliding_window is not None or layer.hisparse_cache is not None:
+        raise Refused(f"{name} does not attend to all of its cache")
+    if layer.kv_cache_dtype != "auto":
+        raise Refused(f"{name} caches its latent as {layer.kv_cache_dtype}")
+    if layer.attn_backend.get_name() == "CPU_MLA":
+        # It gathers earlier tokens with a kernel that CPUs do not have, so vLLM turns chunked prefill and prefix
+        # caching off beside it; injected memory would be such tokens.
+        raise Refused("the attention backend CPU_MLA cannot attend to tokens of an earlier step (AMX_MLA can)")
+    if not hasattr(layer.impl, "do_kv_cache_update"):
+        raise Refused(f"the attention backend {layer.attn_backend.get_name()} does not update its cache apart")
+
+
+def read_rotations(model: torch.nn.Module, layers: Sequence[str], first: int = 0) -> list[Rotation]:
     """The rotation of each of the attention `layers` (qualified names), out of the rotary module beside it.
 
-    Layers that share a module share the `Rotation`. Raises `Refused` for a layer without a plain one.
+    `first` is where in a cached key its rotated elements begin. Layers that share a module share the `Rotation`. Raises
+    `Refused` for a layer without a plain one.
     """
     read: dict[int, Rotation] = {}
     rotations: list[Rotation] = []
     for name in layers:
         module = getattr(model.get_submodule(name.rpartition(".")[0]), "rotary_emb", None)
-        if not isinstance(module, RotaryEmbeddingBase):
+        if not isinstance(module, RotaryEmbeddingBase | Phi3LongRoPEScaledRotaryEmbedding):
             kind = "no rotary module" if module is None else type(module).__name__
             raise Refused(f"the positions of {name} are not plainly rotary ({kind})")
         if id(module) not in read:
-            read[id(module)] = _rotation_of(module)
+            read[id(module)] = _rotation_of(module, first)
             _prove(module, read[id(module)])
         rotations.append(read[id(module)])
     return rotations
 
 
-def _rotation_of(module: Any) -> Rotation:
-    table = module._compute_cos_sin_cache().to(torch.float64)
+def _rotation_of(module: Any, first: int) -> Rotation:
+    table = _table_of(module).to(torch.float64)
     if table.dim() != 2 or table.shape[0] < 2:
         raise Refused(f"the table of {type(module).__name__} is not one row a position")
     cos, sin = table.chunk(2, dim=-1)
@@ -102,21 +140,39 @@ def _rotation_of(module: Any) -> Rotation:
     )
     if bool((off > allowed).any()):
         raise Refused(f"the angles of {type(module).__name__} do not grow linearly with the position")
-    return Rotation(frequencies.to(torch.float32), neox=bool(module.is_neox_style))
+    return Rotation(frequencies.to(torch.float32), neox=getattr(module, "is_neox_style", True), first=first)
+
+
+def _table_of(module: Any) -> torch.Tensor:
+    """float32 `[positions, rotary_dim]`, cosines first: one row for each position, before any rounding.
+
+    It is fixed when the model is loaded, also where the scaling was meant to depend on the length: vLLM computes dynamic
+    NTK for the longest context, and chooses LongRoPE's factors by `max_model_len`.
+    """
+    if isinstance(module, Phi3LongRoPEScaledRotaryEmbedding):
+        chosen = (
+            (module.max_position_embeddings, module.long_factor, module.long_mscale)
+            if module.use_long_rope
+            else (module.original_max_position_embeddings, module.short_factor, module.short_mscale)
+        )
+        return module._compute_cos_sin_cache(*chosen)
+    return module._compute_cos_sin_cache()
 
 
 def _prove(module: Any, rotation: Rotation) -> None:
     """Raises `Refused` where the module disagrees with moving its keys by `rotation`."""
-    dtype, head = module.dtype, module.head_size
-    longest = int(module.cos_sin_cache.shape[0]) - 1
-    device = module.cos_sin_cache.device
+    cache = next(module.buffers())
+    dtype, device, head = cache.dtype, cache.device, module.head_size
+    longest = len(_table_of(module)) - 1
     generator = torch.Generator().manual_seed(0)
     here = torch.tensor([0, 1, 7, longest // 3, longest // 2, longest], dtype=torch.int64)
     there = torch.tensor([longest, 0, longest // 2, 1, longest // 2, 3], dtype=torch.int64)
     keys = torch.randn(len(here), 2, head, generator=generator).to(dtype)
 
     def rotated(positions: torch.Tensor) -> torch.Tensor:
-        query = keys.clone().to(device).view(len(here), -1)
+        query = keys.clone().to(device)
+        if not rotation.first:  # latent attention hands its module heads, and vLLM's kernel for CPUs fails at that
+            query = query.view(len(here), -1)
         return module(positions.to(device), query, query.clone())[1].view(len(here), 2, head).cpu()
 
     moved = rotated(here).to(torch.float32)

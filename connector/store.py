@@ -37,7 +37,7 @@ class ChunkStore:
         return self._chunks.get(id_)
 
     def arriving(self, id_: ChunkId, tokens: int, position: int) -> torch.Tensor | None:
-        """Room `[layers, 2, tokens, kv_heads, head_dim]` for a chunk that is being captured.
+        """Room `[layers, parts, tokens, kv_heads, head_dim]` for a chunk that is being captured.
 
         None where the chunk is complete already or the budget leaves no room: then nothing is captured.
         """
@@ -47,7 +47,7 @@ class ChunkStore:
             size = tokens * self.shape.token_bytes
             if self.bytes + size > self.budget_bytes:
                 return None
-            shape = (self.shape.layers, 2, tokens, self.shape.kv_heads, self.shape.head_dim)
+            shape = (self.shape.layers, self.shape.parts, tokens, self.shape.kv_heads, self.shape.head_dim)
             kv = torch.empty(shape, dtype=self.shape.dtype, device=self.device)
             self._arriving[id_] = (Chunk(id_, position, kv), torch.zeros(tokens, dtype=torch.bool))
             self.bytes += size

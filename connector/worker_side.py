@@ -1,32 +1,29 @@
 """The connector's half in each worker process: it captures what a forward pass caches, and writes chunks into a cache.
 
-Both go through one method of the attention backend, `do_kv_cache_update(layer, key, value, kv_cache, slots)`: it knows
-the cache's layout, packing and scaling. Wrapped, it shows us the keys (rotated, this rank's heads) and values that an
-ordinary prefill computes; called, it writes ours.
-
-The wrapper also runs during warm-up and for every request, so it acts only on slots that the step's metadata names.
+Both go through one method of the attention backend (`cache_update.py`). We hear of every update, during warm-up and
+for every request, and act only on slots that the step's metadata names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
 
+from connector.cache_update import CacheUpdate, TakeRows
 from connector.chunk import Chunk, ChunkId, KVShape
 from connector.compose import Composition, compose
 from connector.metadata import Capture, Load, StepMetadata, StepReport
 from connector.paged import fastest
-from connector.probe import Refused, check_attention, read_rotations
+from connector.probe import Refused, read_rotations, read_updates
 from connector.rotation import RotateKeys, Rotation, rotate_keys
 from connector.store import ChunkStore
 
 logger = init_logger(__name__)
-
-Update = Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 class ChunkMissing(Exception):
@@ -45,7 +42,8 @@ class WorkerSide:
         self._rotate: RotateKeys = rotate_keys
         self._compose: Composition = self._compose_by_update
         self._names: list[str] = []
-        self._layers: list[tuple[Any, Update, torch.Tensor]] = []  # module, its unwrapped update, its cache
+        self._caches: list[torch.Tensor] = []  # of each layer
+        self._updates: list[CacheUpdate] = []  # of each layer
         self._captures: Sequence[Capture] = ()
         self._rows: list[tuple[Capture, torch.Tensor, torch.Tensor, torch.Tensor]] | None = None
         self._failed_blocks: set[int] = set()
@@ -54,31 +52,28 @@ class WorkerSide:
     # -- start-up ---------------------------------------------------------------------------------------------------
 
     def register(self, layers: dict[str, Any], caches: dict[str, torch.Tensor], architectures: list[str]) -> None:
-        """Learns the caches and wraps the updates. A model that is refused stays servable as text."""
+        """Learns the caches and watches their updates. A model that is refused stays servable as text."""
         if self.refusal is not None:
             return
+        self._names = sorted(layers, key=extract_layer_index)
         try:
-            check_attention(layers, architectures)
+            self._updates = read_updates({name: layers[name] for name in self._names}, caches, architectures)
         except Refused as refused:
             self.refusal = str(refused)
             return
-        self._names = names = sorted(layers, key=extract_layer_index)
-        first = layers[names[0]]
-        device = caches[names[0]].device
-        shape = KVShape(len(names), int(first.num_kv_heads), int(first.head_size), first.dtype)
-        self.store = ChunkStore(shape, device, self.budget_bytes)
-        for index, name in enumerate(names):
-            module = layers[name]
-            update = module.impl.do_kv_cache_update
-            self._layers.append((module, update, caches[name]))
-            module.impl.do_kv_cache_update = self._wrapped(index, update)
+        self._caches = [caches[name] for name in self._names]
+        first = self._updates[0]
+        layout = (first.kv_heads, first.head_dim, first.dtype, first.parts, first.rotated_from)
+        self.store = ChunkStore(KVShape(len(layers), *layout), self._caches[0].device, self.budget_bytes)
+        for index, update in enumerate(self._updates):
+            update.watch(partial(self._seen, index))
 
     def prove(self, model: torch.nn.Module, rotate: RotateKeys | None = None) -> None:
         """Reads and proves the rotations; `rotate` replaces the plain one, where it gives the same float32 results."""
         if self.refusal is not None:
             return
         try:
-            self.rotations = read_rotations(model, self._names)
+            self.rotations = read_rotations(model, self._names, self._updates[0].rotated_from)
         except Refused as refused:
             self.refusal = str(refused)
             return
@@ -86,8 +81,7 @@ class WorkerSide:
         if rotate is not None and store is not None and all(_same(rotate, r, store) for r in set(self.rotations)):
             self._rotate = rotate
         if store is not None:
-            caches = [cache for _, _, cache in self._layers]
-            self._compose = fastest(self._compose_by_update, store.shape, caches, self.rotations)
+            self._compose = fastest(self._compose_by_update, store.shape, self._caches, self.rotations)
 
     # -- loading ----------------------------------------------------------------------------------------------------
 
@@ -122,8 +116,7 @@ class WorkerSide:
         """The composition that any backend can be written by."""
 
         def write(layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-            module, update, cache = self._layers[layer]
-            update(module, keys, values, cache, slots)
+            self._updates[layer].write(keys, values, slots)
 
         compose(chunks, self.rotations, write, skip=skip, stop=skip + len(slots), rotate=self._rotate)
 
@@ -157,22 +150,14 @@ class WorkerSide:
                 self.counters["captured_tokens"] += len(came)
         self._captures, self._rows = (), None
 
-    def _wrapped(self, index: int, update: Update) -> Update:
-        def do_kv_cache_update(
-            layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
-        ) -> None:
-            update(layer, key, value, kv_cache, slot_mapping)
-            if self._captures:
-                self._capture(index, key, value, slot_mapping)
-
-        return do_kv_cache_update
-
-    def _capture(self, index: int, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    def _seen(self, layer: int, slot_mapping: torch.Tensor, take: TakeRows) -> None:
+        """A layer's cache was updated."""
+        if not self._captures:
+            return
         if self._rows is None:
             self._rows = self._find_rows(slot_mapping)
         for _, kv, at, rows in self._rows:
-            kv[index, 0, at] = key[rows]
-            kv[index, 1, at] = value[rows]
+            kv[layer][:, at] = take(rows)
 
     def _find_rows(self, slot_mapping: torch.Tensor) -> list[tuple[Capture, torch.Tensor, torch.Tensor, torch.Tensor]]:
         """For each capture: its room, which of the chunk's tokens come now, and in which rows of this batch.
@@ -207,9 +192,10 @@ class WorkerSide:
 def _same(rotate: RotateKeys, rotation: Rotation, store: ChunkStore) -> bool:
     """Whether a faster rotation gives the plain one's float32 results where the chunks are, but for the last bits."""
     shape = store.shape
-    if rotation.rotary_dim > shape.head_dim:
+    width = shape.head_dim - rotation.first
+    if rotation.rotary_dim > width:
         return False
-    keys = torch.randn(33, shape.kv_heads, shape.head_dim, generator=torch.Generator().manual_seed(0)).to(store.device)
+    keys = torch.randn(33, shape.kv_heads, width, generator=torch.Generator().manual_seed(0)).to(store.device)
     table = rotation.table(torch.arange(33) * 57 - 900).to(store.device)
     fast, plain = keys.clone(), keys.clone()
     try:

@@ -162,6 +162,26 @@ class Oracle:
         return cache
 
     @torch.inference_mode()
+    def composed(self, encoded: Encoded, order: Sequence[int]) -> DynamicCache:
+        """The cache that pieces of an encoding make where they are served one behind another, in `order`.
+
+        Each comes out of the whole prompt, computed that many positions further on: attention sees differences of
+        positions only, so the piece's hidden states stay.
+        """
+        parts: list[tuple[DynamicCache, slice]] = []
+        place = 0
+        for range_ in (encoded.ranges[index] for index in order):
+            cache = self.cache(encoded.prompt, first_position=place - range_.start)
+            parts.append((cache, slice(range_.start, range_.start + range_.tokens)))
+            place += range_.tokens
+        whole = DynamicCache()
+        for layer in range(len(parts[0][0].layers)):
+            keys = torch.cat([cache.layers[layer].keys[:, :, tokens] for cache, tokens in parts], dim=2)
+            values = torch.cat([cache.layers[layer].values[:, :, tokens] for cache, tokens in parts], dim=2)
+            whole.update(keys, values, layer)
+        return whole
+
+    @torch.inference_mode()
     def continue_from(self, cache: DynamicCache, tail: Sequence[int], tokens: int) -> tuple[list[int], list[float]]:
         """Greedy tokens and log-probabilities of `tail` and what follows, behind a cache of any origin."""
         length = cache.get_seq_length()
@@ -178,16 +198,22 @@ class Oracle:
         return found, logprobs
 
 
+    def shortfall(self, cache: DynamicCache, tail: Sequence[int], answer: Answer) -> float:
+        """How far an answer is from greedy decoding behind a cache: the most that one of its log-probabilities is off
+        by, or that one of its tokens is less likely than the likeliest."""
+        length, ids = cache.get_seq_length(), torch.tensor([[*tail, *answer.token_ids[:-1]]])
+        positions = torch.arange(ids.shape[1])[None] + length
+        with torch.inference_mode():
+            logits = self.model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True).logits
+        rows = logits[0, len(tail) - 1 :].float().log_softmax(-1)
+        chosen = rows.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
+        off = (chosen - torch.tensor(answer.logprobs)).abs().max()
+        return float(torch.maximum(off, (rows.max(-1).values - chosen).max()))
+
+
 def keys_and_values(cache: DynamicCache) -> torch.Tensor:
     """A transformers cache as `[layers, 2, tokens, kv_heads, head_dim]`."""
     layers = [torch.stack((layer.keys[0], layer.values[0])) for layer in cache.layers]  # [2, heads, tokens, dim]
     return torch.stack(layers).transpose(2, 3)
 
 
-def cache_of(kv: torch.Tensor) -> DynamicCache:
-    """The reverse of `keys_and_values`."""
-    cache = DynamicCache()
-    for layer, of_layer in enumerate(kv):
-        keys, values = of_layer.transpose(1, 2).unsqueeze(1)
-        cache.update(keys.contiguous(), values.contiguous(), layer)
-    return cache

@@ -1,6 +1,7 @@
 """Each architecture is served exactly or refused with a sentence; none is served wrongly.
 
-float32 and tolerances as in `test_engine_exact.py`.
+float32 and tolerances as in `test_engine_exact.py`, unless the case says otherwise. Greedy tokens that tie within the
+noise may differ: an answer is held against what the oracle makes of the answer's own tokens.
 """
 
 from __future__ import annotations
@@ -24,15 +25,12 @@ from tests.connector.engines import (
     Oracle,
     answer,
     bind_cores,
-    cache_of,
     encode,
-    keys_and_values,
     save_tiny_model,
     text,
     tokens_of,
 )
 
-NOISE = 1e-3
 PIECES = [tokens_of(seed, count) for seed, count in enumerate([40, 33, 70, 20])]
 TAIL = tokens_of(99, 21)
 ORDER = [3, 0, 2]
@@ -49,9 +47,15 @@ def settings_of(case: Case, path: Path) -> EngineSettings:
     )
 
 
+def marks_of(case: Case) -> list[Any]:
+    rare = [] if case.always else [pytest.mark.all_models]
+    amx = torch.cpu._is_amx_tile_supported()
+    return [*rare, pytest.mark.skipif(case.amx and not amx, reason="needs a CPU with AMX")]
+
+
 def params(refused: bool) -> list[Any]:
     return [
-        pytest.param(case, id=case.name, marks=() if case.always else pytest.mark.all_models)
+        pytest.param(case, id=case.name, marks=marks_of(case))
         for case in CASES
         if (case.refused is not None) == refused
     ]
@@ -84,7 +88,8 @@ class Starts:
 
     def _begin(self, case: Case) -> None:
         async def start() -> MemoryEngine:
-            path = save_tiny_model(case.config(), self._tokenizer, self.path(case), torch.float32)
+            dtype = getattr(torch, settings_of(case, Path()).dtype)  # bfloat16's weights are the oracle's as well
+            path = save_tiny_model(case.config(), self._tokenizer, self.path(case), dtype)
             with bind_cores(case.engine.get("tensor_parallel", 1)):
                 return await MemoryEngine.start(settings_of(case, path))
 
@@ -115,27 +120,20 @@ async def test_memory_in_place_and_moved_is_exact(case: Case, served: tuple[Memo
     load = tuple((range_.id, range_.tokens) for range_ in encoded.ranges)
     in_place = await answer(engine, PromptPlan(encoded.prompt + TAIL, load, memory_salt("owner", load)))
     assert in_place.injected_tokens == len(encoded.prompt)
-    assert in_place.differs_from(await text(engine, encoded.prompt + TAIL, None)) < NOISE
+    plain = await text(engine, encoded.prompt + TAIL, None)
 
     load = tuple(load[index] for index in ORDER)
     front = tuple(token for index in ORDER for token in encoded.tokens(index))
     moved = await answer(engine, PromptPlan(front + TAIL, load, memory_salt("owner", load)))
     assert moved.injected_tokens == len(front)
     if not case.same_in_transformers:
+        assert in_place.differs_from(plain) < case.noise
         return
-    oracle, pieces, place = Oracle(path), [], 0
-    same = oracle.continue_from(DynamicCache(), encoded.prompt + TAIL, 8)
-    assert list(in_place.token_ids) == same[0], (
-        f"the premise: transformers computes the same function {same} {in_place}"
-    )
-    for index in ORDER:
-        range_ = encoded.ranges[index]
-        shifted = keys_and_values(oracle.cache(encoded.prompt, first_position=place - range_.start))
-        pieces.append(shifted[:, :, range_.start : range_.start + range_.tokens])
-        place += range_.tokens
-    tokens, logprobs = oracle.continue_from(cache_of(torch.cat(pieces, dim=2)), TAIL, 8)
-    assert list(moved.token_ids) == tokens
-    assert max(abs(a - b) for a, b in zip(moved.logprobs, logprobs, strict=True)) < NOISE
+    oracle = Oracle(path)
+    off = oracle.shortfall(DynamicCache(), encoded.prompt + TAIL, plain)
+    assert off < case.noise, "the premise: transformers computes the same function"
+    assert oracle.shortfall(DynamicCache(), encoded.prompt + TAIL, in_place) < case.noise
+    assert oracle.shortfall(oracle.composed(encoded, ORDER), TAIL, moved) < case.noise
 
 
 @pytest.mark.parametrize("case", params(refused=True))

@@ -24,7 +24,6 @@ from tests.connector.engines import (
     Encoded,
     Oracle,
     answer,
-    cache_of,
     encode,
     keys_and_values,
     read_chunk,
@@ -114,15 +113,9 @@ async def test_moved_and_reordered_chunks_answer_as_transformers_does_behind_the
 ) -> None:
     encoded = await encode(engine, PIECES, "reordered")
     plan = injected(encoded, order, TAIL, "reordered")
-    pieces, place = [], 0
-    for index in order:
-        range_ = encoded.ranges[index]
-        shifted = keys_and_values(oracle.cache(encoded.prompt, first_position=place - range_.start))
-        pieces.append(shifted[:, :, range_.start : range_.start + range_.tokens])
-        place += range_.tokens
-    tokens, logprobs = oracle.continue_from(cache_of(torch.cat(pieces, dim=2)), TAIL, 8)
+    tokens, logprobs = oracle.continue_from(oracle.composed(encoded, order), TAIL, 8)
     memory = await answer(engine, plan)
-    assert memory.injected_tokens == place
+    assert memory.injected_tokens == plan.load_tokens
     assert list(memory.token_ids) == tokens
     assert max(abs(a - b) for a, b in zip(memory.logprobs, logprobs, strict=True)) < NOISE
 

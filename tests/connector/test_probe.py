@@ -8,7 +8,7 @@ import pytest
 import torch
 from toy_model import ARCHITECTURES, ToyAttention, model_around, rotary
 
-from connector.probe import PROVED_ARCHITECTURES, Refused, check_attention, read_rotations
+from connector.probe import PROVED_ARCHITECTURES, Refused, read_rotations, read_updates
 from connector.rotation import Rotation
 
 LLAMA3 = {
@@ -101,15 +101,20 @@ def test_a_module_that_does_something_else_than_its_table_says_is_refused() -> N
 # -- attention --------------------------------------------------------------------------------------------------------
 
 
+def check(layers: list[torch.nn.Module], architectures: list[str]) -> None:
+    named = dict(zip("abc", layers, strict=False))
+    read_updates(named, dict.fromkeys(named, torch.zeros(1)), architectures)
+
+
 def test_plain_attention_of_a_proved_architecture_is_accepted() -> None:
     for architecture in PROVED_ARCHITECTURES:
-        check_attention({"a": ToyAttention(), "b": ToyAttention()}, [architecture])
+        check([ToyAttention(), ToyAttention()], [architecture])
 
 
 @pytest.mark.parametrize("architectures", [[], ["GPT2LMHeadModel"], [*ARCHITECTURES, "GPT2LMHeadModel"]])
 def test_an_architecture_that_was_never_proved_is_refused_and_the_proved_ones_named(architectures: list[str]) -> None:
     with pytest.raises(Refused, match=r"not among those proved .*LlamaForCausalLM"):
-        check_attention({"a": ToyAttention()}, architectures)
+        check([ToyAttention()], architectures)
 
 
 class FusedBackend:
@@ -138,11 +143,11 @@ def test_attention_whose_cache_cannot_be_read_and_written_is_refused(
     odd = ToyAttention()
     setattr(odd, attribute, value)
     with pytest.raises(Refused, match=reason):
-        check_attention({"a": ToyAttention(), "b": odd}, ARCHITECTURES)
+        check([ToyAttention(), odd], ARCHITECTURES)
 
 
 def test_what_is_no_attention_or_not_there_is_refused() -> None:
-    with pytest.raises(Refused, match="b is not plain attention but Linear"):
-        check_attention({"a": ToyAttention(), "b": torch.nn.Linear(2, 2)}, ARCHITECTURES)
+    with pytest.raises(Refused, match="b is not attention that is known here but Linear"):
+        check([ToyAttention(), torch.nn.Linear(2, 2)], ARCHITECTURES)
     with pytest.raises(Refused, match="no attention layer"):
-        check_attention({}, ARCHITECTURES)
+        check([], ARCHITECTURES)
