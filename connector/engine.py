@@ -22,6 +22,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from connector.chunk import CaptureRange, ChunkId
+from connector.memory_counts import Reason
 from connector.metadata import transfer_params
 from connector.plan import PromptPlan
 from connector.port import CHAT_PRIORITY, ENCODE_PRIORITY, EngineDelta
@@ -141,16 +142,19 @@ class MemoryEngine:
                     completion = output.outputs[0]
                     if completion.finish_reason == "error":
                         raise EngineFailed("The engine ended this request with an error.")
-                    told = output.kv_transfer_params or {}
-                    injected = int(told.get("injected_tokens", planned))
-                    cached = max(0, (output.num_cached_tokens or 0) - injected)
+                    told = output.kv_transfer_params or {"injected_tokens": planned, "hit_tokens": 0, "fallback": None}
+                    injected, hit = told["injected_tokens"], told["hit_tokens"]
+                    fallback = told["fallback"]
+                    # vLLM counts the tokens of a failed load among the cached ones.
+                    cached = hit if fallback else max(0, (output.num_cached_tokens or 0) - injected)
                     yield EngineDelta(
                         token_ids=tuple(completion.token_ids),
                         text=completion.text,
                         finish_reason=completion.finish_reason,
                         injected_tokens=injected,
-                        cached_tokens=0 if told.get("fallback") else cached,
-                        fallback=told.get("fallback"),
+                        cached_tokens=cached,
+                        fallback=Reason(fallback) if fallback else None,
+                        hit_tokens=hit,
                         logprobs=completion.logprobs,
                     )
         except EngineDeadError as error:

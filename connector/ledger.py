@@ -26,6 +26,9 @@ from connector.chunk import ChunkId, ChunkRef
 SHARED = ""
 """The owner of chunks that belong to nobody: the prompts' heads."""
 
+EVICTED_REMEMBERED = 1 << 16
+"""Chunks of which it is remembered that they were evicted: ids only."""
+
 SHARED_PART = 8
 """One part in so many of the budget is the most that heads take."""
 
@@ -56,6 +59,7 @@ class ChunkLedger:
         self._holder_of: dict[ChunkId, _Holder] = {}
         self._reserved: set[ChunkId] = set()  # counted, but not there yet
         self._pins: Counter[ChunkId] = Counter()
+        self._evicted: OrderedDict[ChunkId, None] = OrderedDict()  # since then not reserved again; the latest last
 
     def __len__(self) -> int:
         return len(self._holder_of) - len(self._reserved)
@@ -63,6 +67,10 @@ class ChunkLedger:
     def peek_resident(self, id_: ChunkId) -> bool:
         """Whether the chunk can be injected now."""
         return id_ in self._holder_of and id_ not in self._reserved
+
+    def was_evicted(self, id_: ChunkId) -> bool:
+        """Whether the chunk is not here because it gave its room to others; of those longest ago it is forgotten."""
+        return id_ in self._evicted
 
     def reserve(self, owner: str, refs: Sequence[ChunkRef], *, spare_s: float = 0.0) -> list[ChunkId] | None:
         """Makes room for chunks of `owner` that are about to be encoded; who was active within `spare_s` keeps theirs.
@@ -83,7 +91,11 @@ class ChunkLedger:
         if not self._choose(needed + self.bytes - freed - self.budget_bytes, users, spare_s, evicted):
             return None
         self.forget(evicted)
+        self._evicted.update(dict.fromkeys(evicted))
+        while len(self._evicted) > EVICTED_REMEMBERED:
+            self._evicted.popitem(last=False)
         for id_, size in new.items():
+            self._evicted.pop(id_, None)
             holder = self._holder_of[id_] = _holder(owner, id_)
             self._holders.setdefault(holder, _Held()).sizes[id_] = size
             self._reserved.add(id_)

@@ -43,7 +43,12 @@ class MemoryConnector(KVConnectorBase_V1):  # type: ignore[misc]
     # -- scheduler side ---------------------------------------------------------------------------------------------
 
     def on_new_request(self, request: Request) -> None:
-        self.scheduler.arrived(request.request_id, request.kv_transfer_params, request.num_prompt_tokens)
+        self.scheduler.arrived(
+            request.request_id,
+            request.kv_transfer_params,
+            request.num_prompt_tokens,
+            reads_cache=not request.skip_reading_prefix_cache,
+        )
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self.scheduler.matched_tokens(request.request_id, num_computed_tokens), False

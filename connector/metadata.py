@@ -13,6 +13,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from connector.chunk import CaptureRange, ChunkId, ChunkRef
+from connector.memory_counts import Reason
 
 
 def transfer_params(load: Sequence[ChunkRef] = (), capture: Sequence[CaptureRange] = ()) -> dict[str, Any]:
@@ -87,7 +88,7 @@ class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """Worker side -> scheduler side: the requests whose load failed in this step, with the reason, and the blocks that
     do not hold what the scheduler published them as."""
 
-    failed: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, Reason] = field(default_factory=dict)
     blocks: set[int] = field(default_factory=set)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReport:

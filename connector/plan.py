@@ -16,21 +16,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from connector.chunk import ChunkId, ChunkRef, memory_salt, text_salt
+from connector.memory_counts import Reason
 from sharding.errors import ContextTooLong
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A piece of prompt and the chunk that holds its KV, if there is one."""
+    """A piece of prompt and the chunk that holds its KV, or why there is none."""
 
     token_ids: tuple[int, ...]
     chunk: ChunkId | None = None
+    unready: Reason | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class PromptPlan:
     """`kept` counts the facts that fit (the nearest ones), `left_out` those that did not; `memory_tokens` are the kept
-    facts' tokens. `load` names the chunks that the prompt starts with."""
+    facts' tokens. `load` names the chunks that the prompt starts with. Where a piece has none, `unready` says why, and
+    `unready_tokens` counts what is text from it on."""
 
     token_ids: tuple[int, ...]
     load: tuple[ChunkRef, ...]
@@ -38,6 +41,8 @@ class PromptPlan:
     kept: int = 0
     left_out: int = 0
     memory_tokens: int = 0
+    unready: Reason | None = None
+    unready_tokens: int = 0
 
     @property
     def load_tokens(self) -> int:
@@ -80,6 +85,7 @@ def plan_memory(
         load.append((piece.chunk, len(piece.token_ids)))
     tokens = [token for piece in front for token in piece.token_ids]
     memory_tokens = len(tokens) - len(head.token_ids)
+    unready = front[len(load)].unready if inject and len(load) < len(front) else None
     return PromptPlan(
         token_ids=(*tokens, *tail),
         load=tuple(load),
@@ -87,6 +93,8 @@ def plan_memory(
         kept=len(kept),
         left_out=len(facts) - len(kept),
         memory_tokens=memory_tokens,
+        unready=unready,
+        unready_tokens=sum(len(piece.token_ids) for piece in front[len(load) :]) if unready else 0,
     )
 
 

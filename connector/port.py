@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from connector.chunk import CaptureRange, ChunkId
+from connector.memory_counts import Reason
 from connector.plan import PromptPlan
 
 CHAT_PRIORITY = 0
@@ -20,15 +21,17 @@ ENCODE_PRIORITY = 1
 
 @dataclass(frozen=True, slots=True)
 class EngineDelta:
-    """What came since the last one. `finish_reason` is set on the last; `injected_tokens`, `cached_tokens` (found in
-    the engine's prefix cache) and `fallback` (why chunks were prefilled as text instead) are final only there."""
+    """What came since the last one. `finish_reason` is set on the last. `injected_tokens`, `cached_tokens` (found in
+    the engine's prefix cache), `hit_tokens` (those of them that were to be injected) and `fallback` (why chunks were
+    prefilled as text instead) are final only there."""
 
     token_ids: tuple[int, ...]
     text: str
     finish_reason: str | None
     injected_tokens: int
     cached_tokens: int
-    fallback: str | None
+    fallback: Reason | None
+    hit_tokens: int = 0
     logprobs: Any = None
 
 

@@ -146,8 +146,8 @@ def _rotation_of(module: Any, first: int) -> Rotation:
 def _table_of(module: Any) -> torch.Tensor:
     """float32 `[positions, rotary_dim]`, cosines first: one row for each position, before any rounding.
 
-    It is fixed when the model is loaded, also where the scaling was meant to depend on the length: vLLM computes dynamic
-    NTK for the longest context, and chooses LongRoPE's factors by `max_model_len`.
+    It is fixed when the model is loaded, also where the scaling was meant to depend on the length: vLLM computes
+    dynamic NTK for the longest context, and chooses LongRoPE's factors by `max_model_len`.
     """
     if isinstance(module, Phi3LongRoPEScaledRotaryEmbedding):
         chosen = (

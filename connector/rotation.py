@@ -20,8 +20,8 @@ import torch
 @dataclass(frozen=True, slots=True, eq=False)
 class Rotation:
     """`frequencies` is float32 `[rotary_dim / 2]`, in radians a token; `neox` pairs element i with i + rotary_dim / 2
-    (halves), otherwise neighbours 2i and 2i + 1 are pairs. A key's rotated elements begin at `first`; those before it, and
-    those past `rotary_dim` of them, are not rotated.
+    (halves), otherwise neighbours 2i and 2i + 1 are pairs. A key's rotated elements begin at `first`; those before it,
+    and those past `rotary_dim` of them, are not rotated.
     """
 
     frequencies: torch.Tensor

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from connector.memory_counts import Reason
 from connector.metadata import Capture, Load, StepMetadata, StepReport, Wishes
 
 
@@ -20,8 +21,16 @@ class _Known:
 
     wishes: Wishes
     prompt_tokens: int
+    local_tokens: int = 0  # of the last prefix-cache lookup
     injected_tokens: int = 0  # of the last load
-    fallback: str | None = None  # why that load failed, if it did
+    hit_tokens: int = 0  # what of the load was in the prefix cache then
+    fallback: Reason | None = None  # why that load failed, if it did
+
+    @property
+    def load_tokens(self) -> int:
+        """Capped at the prompt less one token: with nothing left to compute there would be nothing to sample from, and
+        vLLM's synchronous path asserts it."""
+        return min(self.wishes.load_tokens, self.prompt_tokens - 1)
 
 
 @dataclass(slots=True)
@@ -42,34 +51,39 @@ class SchedulerSide:
     _known: dict[str, _Known] = field(default_factory=dict)
     _loads: dict[str, Load] = field(default_factory=dict)  # allocated since the last step
 
-    def arrived(self, request_id: str, params: dict[str, Any] | None, prompt_tokens: int) -> None:
-        """A new request."""
+    def arrived(
+        self, request_id: str, params: dict[str, Any] | None, prompt_tokens: int, *, reads_cache: bool = True
+    ) -> None:
+        """A new request. One that reads no prefix cache has everything computed: vLLM takes nothing from us for it."""
         wishes = Wishes.of(params)
         if wishes.load or wishes.capture:
-            self._known[request_id] = _Known(wishes, prompt_tokens)
+            self._known[request_id] = known = _Known(wishes, prompt_tokens)
+            if wishes.load and not reads_cache:
+                known.fallback = Reason.READS_NO_CACHE
 
     def matched_tokens(self, request_id: str, local_tokens: int) -> int:
         """How many tokens behind the `local_tokens` of a prefix-cache hit come out of chunks.
 
-        Capped at the prompt less one token: with nothing left to compute there would be nothing to sample from, and
-        vLLM's synchronous path asserts it. A request whose load failed before is not tried again.
+        A request whose load failed before is not tried again.
         """
         known = self._known.get(request_id)
         if known is None or known.fallback is not None:
             return 0
-        return max(0, min(known.wishes.load_tokens, known.prompt_tokens - 1) - local_tokens)
+        known.local_tokens = local_tokens
+        return max(0, known.load_tokens - local_tokens)
 
     def allocated(self, request_id: str, blocks: Sequence[int], external_tokens: int) -> None:
         """Blocks are there: the slots of `external_tokens` tokens that follow the local hit are fixed now."""
         known = self._known.get(request_id)
-        if known is None:
+        if known is None or known.fallback is not None:
             return
+        end = known.load_tokens
+        start = end - external_tokens
         known.injected_tokens = external_tokens
+        known.hit_tokens = start if external_tokens else min(known.local_tokens, end)
         self._loads.pop(request_id, None)
         if external_tokens == 0:
             return
-        end = min(known.wishes.load_tokens, known.prompt_tokens - 1)
-        start = end - external_tokens
         first, last = start // self.block_tokens, (end - 1) // self.block_tokens
         self._loads[request_id] = Load(
             request_id,
@@ -111,7 +125,8 @@ class SchedulerSide:
         known = self._known.pop(request_id, None)
         if known is None:
             return None
-        return {"injected_tokens": known.injected_tokens, "fallback": known.fallback}
+        told = {"injected_tokens": known.injected_tokens, "hit_tokens": known.hit_tokens}
+        return {**told, "fallback": known.fallback and known.fallback.value}
 
     def _slots(self, blocks: Sequence[int], start: int, end: int) -> tuple[int, ...]:
         size = self.block_tokens

@@ -17,6 +17,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from connector.cache_update import CacheUpdate, TakeRows
 from connector.chunk import Chunk, ChunkId, KVShape
 from connector.compose import Composition, compose
+from connector.memory_counts import Reason
 from connector.metadata import Capture, Load, StepMetadata, StepReport
 from connector.paged import fastest
 from connector.probe import Refused, read_rotations, read_updates
@@ -88,27 +89,29 @@ class WorkerSide:
     def load(self, loads: Sequence[Load]) -> None:
         """Writes each load's chunks into its slots; what cannot be loaded is reported and prefilled instead."""
         for load in loads:
+            if self.store is None or not self.rotations:
+                self._fail(load, Reason.MODEL_REFUSED)
+                continue
             try:
-                tokens = self._load(load)
+                tokens = self._load(load, self.store)
             except ChunkMissing as missing:
-                self._fail(load, str(missing))
-            except Exception as error:
+                logger.info("Memory is prefilled as text: %s", missing)
+                self._fail(load, Reason.MISSING_CHUNK)
+            except Exception:
                 logger.exception("loading chunks failed")
-                self._fail(load, type(error).__name__)
+                self._fail(load, Reason.LOAD_FAILED)
             else:
                 self.counters["loads"] += 1
                 self.counters["injected_tokens"] += tokens
 
-    def _load(self, load: Load) -> int:
-        if self.store is None or not self.rotations:
-            raise ChunkMissing(self.refusal or "no chunk store yet")
+    def _load(self, load: Load, store: ChunkStore) -> int:
         chunks: list[Chunk] = []
         for id_, tokens in load.chunks:
-            chunk = self.store.get(id_)
+            chunk = store.get(id_)
             if chunk is None or chunk.tokens != tokens:
-                raise ChunkMissing("a chunk is not on this worker")
+                raise ChunkMissing(f"chunk {id_} of {tokens} tokens is not on this worker")
             chunks.append(chunk)
-        slots = torch.tensor(load.slots, dtype=torch.int64).to(self.store.device, non_blocking=True)
+        slots = torch.tensor(load.slots, dtype=torch.int64).to(store.device, non_blocking=True)
         self._compose(chunks, slots, load.skip)
         return len(load.slots)
 
@@ -120,7 +123,7 @@ class WorkerSide:
 
         compose(chunks, self.rotations, write, skip=skip, stop=skip + len(slots), rotate=self._rotate)
 
-    def _fail(self, load: Load, reason: str) -> None:
+    def _fail(self, load: Load, reason: Reason) -> None:
         self.counters["failed_loads"] += 1
         self._failed_blocks.update(load.blocks)
         self._report.failed[load.request_id] = reason

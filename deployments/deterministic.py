@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from connector.chunk import CaptureRange, ChunkId
+from connector.memory_counts import Reason
 from connector.plan import PromptPlan
 from connector.port import CHAT_PRIORITY, Engine, EngineDelta
 from connector.template import PromptTemplate
@@ -81,7 +82,7 @@ class DeterministicEngine:
     ) -> AsyncGenerator[EngineDelta, None]:
         """The answer in words, one a token. Raises `EngineFailed` once `dead`."""
         injected = self._injected(plan)
-        fallback = "a chunk is missing" if injected is None else None
+        fallback = Reason.MISSING_CHUNK if injected is None else None
         read = (*(injected or ()), *plan.token_ids[len(injected or ()) :])
         loaded = len(injected or ())
         self.counters["injected_tokens"] += loaded

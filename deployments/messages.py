@@ -59,7 +59,7 @@ class MemoryUse:
     memory_tokens: int = 0  # tokens of the facts in the prompt, however they got there
     injected_tokens: int = 0  # of the prompt's tokens, those whose KV was composed from chunks
     prefix_cached_tokens: int = 0  # of the prompt's tokens, those found in vLLM's own prefix cache
-    fallback: str | None = None  # why chunks that were meant to be injected were prefilled as text instead
+    fallback: str | None = None  # why memory was prefilled as text, all of it or from some fact on: a `Reason`
     left_out: int = 0  # retrieved facts that did not fit the context
     embed_s: float = 0.0
     search_s: float = 0.0
@@ -110,4 +110,4 @@ class ShardStatus:
     requests_in_flight: int
     encode_backlog: int  # facts waiting for their KV
     tiers: tuple[tuple[str, int, int], ...]  # (tier, bytes held, budget in bytes)
-    counters: dict[str, Any]  # chats, chats_by_mode, injected_tokens, fallbacks, … since the start
+    counters: dict[str, Any]  # chats by mode, facts added, `MemoryCounts.plain`, … since the start

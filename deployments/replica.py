@@ -125,6 +125,7 @@ class ShardReplica:
                 **shard.counters,
                 "facts_added": shard.writes.facts_added,
                 "wrong_shard": shard.users.wrong_shard,
+                **shard.memory_counts.plain(),
             },
         )
 

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from connector.ledger import ChunkLedger
+from connector.memory_counts import Reason
 from connector.plan import Piece
 from connector.template import PromptTemplate
 from connector.windows import FactChunks, Line
@@ -137,8 +138,11 @@ class Residents:
         return chunks is not None and fact in self._lines[memory] and self._is_resident(chunks.piece(fact))
 
     def servable(self, piece: Piece) -> Piece:
-        """The piece as it can be served now: without its chunk, where that is not here."""
-        return piece if self._is_resident(piece) else Piece(piece.token_ids)
+        """The piece as it can be served now: without its chunk, where that is not here, but with the reason."""
+        if self._is_resident(piece):
+            return piece
+        evicted = piece.chunk is not None and self._ledger.was_evicted(piece.chunk)
+        return Piece(piece.token_ids, unready=Reason.EVICTED if evicted else Reason.NOT_ENCODED)
 
     def _unread(self, memory: UserMemory, facts: Iterable[Fact]) -> list[Fact]:
         known = self._lines.get(memory, {})

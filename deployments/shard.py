@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from connector.ledger import SHARED, ChunkLedger
+from connector.memory_counts import MemoryCounts
 from connector.plan import plan_memory
 from connector.port import Engine, EngineDelta
 from connector.template import PromptTemplate
@@ -83,7 +84,7 @@ class Shard:
         self.planner = ChatPlanner(engine, template, embedder, heads, residents)
         self.requests_in_flight = 0
         self.counters = {"chats_inject": 0, "chats_prompt": 0, "chats_off": 0}
-        self.counters |= {"injected_tokens": 0, "prefix_cached_tokens": 0, "fallbacks": 0}
+        self.memory_counts = MemoryCounts()
         self._max_requests_in_flight = max_requests_in_flight
         self.reads = reads = MemoryReads(self.users, residents, store, embedder)
         self.writes = writes = MemoryWrites(
@@ -165,7 +166,7 @@ class Shard:
                 use,
                 injected_tokens=delta.injected_tokens,
                 prefix_cached_tokens=delta.cached_tokens,
-                fallback=delta.fallback,
+                fallback=delta.fallback or plan.prompt.unready,
                 engine_ttft_s=use.engine_ttft_s or time.perf_counter() - began,
             )
             if not started:
@@ -175,9 +176,7 @@ class Shard:
             if delta.text:
                 yield ChatDelta(delta.text)
             if delta.finish_reason is not None:
-                self.counters["injected_tokens"] += use.injected_tokens
-                self.counters["prefix_cached_tokens"] += use.prefix_cached_tokens
-                self.counters["fallbacks"] += use.fallback is not None
+                self.memory_counts.add(plan.prompt, delta)
                 if delta.finish_reason not in ("stop", "length"):
                     raise EngineFailed(f"The engine ended this request early ({delta.finish_reason}).")
                 yield ChatFinished("length" if delta.finish_reason == "length" else "stop", completion_tokens, use)

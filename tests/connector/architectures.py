@@ -27,8 +27,8 @@ BASE: dict[str, Any] = {
 }
 PLAIN = {"rope_theta": 10_000.0, "rope_type": "default"}
 ROUGH = 0.5
-"""The noise of four layers in bfloat16, where vLLM has no float32 kernel: transformers in bfloat16 is off from itself in
-float32 by 0.2 there. Moved keys that are not rotated are off by 7."""
+"""The noise of four layers in bfloat16, where vLLM has no float32 kernel: transformers in bfloat16 is off from itself
+in float32 by 0.2 there. Moved keys that are not rotated are off by 7."""
 
 
 @dataclass(frozen=True)
@@ -106,11 +106,17 @@ CASES = [
     Case(
         "GPT-J (interleaved, partial rotary)",
         "gptj",
-        {"n_embd": 128, "n_layer": 4, "n_head": 4, "n_inner": 256, "n_positions": 2048, "rotary_dim": 16},
+        {
+            "n_embd": 128,
+            "n_layer": 4,
+            "n_head": 4,
+            "num_key_value_heads": 4,
+            "n_inner": 256,
+            "n_positions": 2048,
+            "rotary_dim": 16,
+        },
     ),
-    Case(
-        "GLM-4 (interleaved, partial rotary)", "glm4", {"rope_parameters": {**PLAIN, "partial_rotary_factor": 0.5}}
-    ),
+    Case("GLM-4 (interleaved, partial rotary)", "glm4", {"rope_parameters": {**PLAIN, "partial_rotary_factor": 0.5}}),
     Case("Granite (scaled residuals)", "granite", {"residual_multiplier": 0.5, "attention_multiplier": 0.2}),
     Case("Phi-3 (fused projections)", "phi3", {"sliding_window": None}),
     Case(

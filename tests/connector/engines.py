@@ -197,7 +197,6 @@ class Oracle:
             ids = torch.tensor([[best]])
         return found, logprobs
 
-
     def shortfall(self, cache: DynamicCache, tail: Sequence[int], answer: Answer) -> float:
         """How far an answer is from greedy decoding behind a cache: the most that one of its log-probabilities is off
         by, or that one of its tokens is less likely than the likeliest."""
@@ -215,5 +214,3 @@ def keys_and_values(cache: DynamicCache) -> torch.Tensor:
     """A transformers cache as `[layers, 2, tokens, kv_heads, head_dim]`."""
     layers = [torch.stack((layer.keys[0], layer.values[0])) for layer in cache.layers]  # [2, heads, tokens, dim]
     return torch.stack(layers).transpose(2, 3)
-
-

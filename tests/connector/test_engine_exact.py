@@ -15,9 +15,9 @@ import torch
 from transformers import DynamicCache
 from vllm import SamplingParams
 
-from connector.chunk import ChunkId, chunk_id, memory_salt, text_salt
+from connector.chunk import CaptureRange, ChunkId, chunk_id, memory_salt, text_salt
 from connector.engine import EngineSettings, MemoryEngine
-from connector.metadata import CaptureRange
+from connector.memory_counts import Reason
 from connector.plan import PromptPlan
 from connector.rotation import Rotation, rotate_keys
 from tests.connector.engines import (
@@ -162,7 +162,7 @@ async def test_a_missing_chunk_falls_back_to_the_same_prompt_as_text(engine: Mem
     plan = injected(encoded, list(range(7)), TAIL, owner)
     await engine.drop([encoded.ranges[missing].id])
     fallen = await answer(engine, plan)
-    assert fallen.fallback == "a chunk is not on this worker"
+    assert fallen.fallback == Reason.MISSING_CHUNK
     assert fallen.injected_tokens == fallen.cached_tokens == 0
     plain = await text(engine, plan.token_ids, None)
     assert fallen.differs_from(plain) < NOISE

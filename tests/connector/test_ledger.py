@@ -262,6 +262,19 @@ def test_a_reservation_counts_before_its_chunk_comes_and_is_not_evicted(ledger: 
     assert ledger.reserve("dave", [(ChunkId("dave-0"), 10)]) == []
 
 
+def test_what_gave_its_room_to_others_is_remembered_as_evicted_until_it_is_encoded_again() -> None:
+    ledger = ChunkLedger(2, 1)
+    first, second, third = ((ChunkId(name), 1) for name in "abc")
+    for ref in (first, second, third):
+        ledger.reserve(ref[0], [ref])
+        ledger.commit([ref[0]])
+    assert [ledger.was_evicted(id_) for id_, _ in (first, second, third)] == [True, False, False]
+    ledger.forget([second[0]])
+    assert not ledger.was_evicted(second[0]), "its fact was deleted"
+    ledger.reserve("a", [first])
+    assert not ledger.was_evicted(first[0])
+
+
 def test_the_audit_notices_bytes_that_do_not_add_up() -> None:
     ledger = ChunkLedger(10, 1)
     ledger.bytes += 1

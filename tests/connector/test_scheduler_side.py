@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from connector.chunk import ChunkId, ChunkRef
+from connector.memory_counts import Reason
 from connector.metadata import CaptureRange, StepReport, Wishes, transfer_params
 from connector.scheduler_side import Scheduled, SchedulerSide
 
@@ -92,7 +93,7 @@ def test_an_allocation_without_external_tokens_takes_the_earlier_load_back() -> 
     scheduler.allocated("r", [1, 2, 3], 8)
     scheduler.allocated("r", [1, 2, 3], 0)
     assert scheduler.step([]).loads == []
-    assert scheduler.finished("r") == {"injected_tokens": 0, "fallback": None}
+    assert scheduler.finished("r") == {"injected_tokens": 0, "hit_tokens": 0, "fallback": None}
 
 
 def test_several_requests_of_one_step_are_all_loaded() -> None:
@@ -120,16 +121,33 @@ def test_a_load_that_failed_is_told_with_its_reason_and_not_tried_again() -> Non
     scheduler.arrived("other", transfer_params([(ChunkId("b"), 4)]), 6)
     for name in ("r", "other"):
         scheduler.allocated(name, [1, 2], scheduler.matched_tokens(name, 0))
-    scheduler.reported(StepReport({"r": "a chunk is not on this worker", "unknown": "whatever"}))
+    scheduler.reported(StepReport({"r": Reason.MISSING_CHUNK, "unknown": Reason.LOAD_FAILED}))
     assert scheduler.matched_tokens("r", 0) == 0
     scheduler.allocated("r", [1, 2], 0)
-    assert scheduler.finished("r") == {"injected_tokens": 0, "fallback": "a chunk is not on this worker"}
-    assert scheduler.finished("other") == {"injected_tokens": 4, "fallback": None}
+    assert scheduler.finished("r") == {"injected_tokens": 0, "hit_tokens": 0, "fallback": "missing_chunk"}
+    assert scheduler.finished("other") == {"injected_tokens": 4, "hit_tokens": 0, "fallback": None}
 
 
 def test_reports_of_several_workers_add_up() -> None:
-    both = StepReport({"r": "missing"}).aggregate(StepReport({"s": "late"}))
-    assert both.failed == {"r": "missing", "s": "late"}
+    both = StepReport({"r": Reason.MISSING_CHUNK}).aggregate(StepReport({"s": Reason.LOAD_FAILED}))
+    assert both.failed == {"r": Reason.MISSING_CHUNK, "s": Reason.LOAD_FAILED}
+
+
+def test_what_of_the_memory_was_in_the_prefix_cache_is_told() -> None:
+    scheduler = side()
+    for name, hit, told in (("part", 4, (2, 4)), ("all", 8, (0, 6))):
+        scheduler.arrived(name, transfer_params([(ChunkId("a"), 6)]), 9)
+        scheduler.allocated(name, [1, 2, 3], scheduler.matched_tokens(name, hit))
+        assert scheduler.finished(name) == {"injected_tokens": told[0], "hit_tokens": told[1], "fallback": None}
+
+
+def test_a_request_that_reads_no_prefix_cache_is_offered_nothing_and_told_so() -> None:
+    scheduler = side()
+    scheduler.arrived("r", transfer_params([(ChunkId("a"), 6)]), 9, reads_cache=False)
+    assert scheduler.matched_tokens("r", 4) == 0
+    scheduler.allocated("r", [1, 2, 3], 0)
+    told = {"injected_tokens": 0, "hit_tokens": 0, "fallback": "skip_reading_prefix_cache"}
+    assert scheduler.finished("r") == told
 
 
 # -- captures ---------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from toy_model import ARCHITECTURES, HEAD_DIM, HEADS, LAYERS, SLOTS, ToyModel, model_around
 
 from connector.chunk import ChunkId, chunk_id
+from connector.memory_counts import Reason
 from connector.metadata import Capture, Load, StepMetadata, transfer_params
 from connector.metadata import CaptureRange as Range
 from connector.rotation import rotate_keys
@@ -206,7 +207,7 @@ def test_a_load_of_a_chunk_that_is_not_here_writes_nothing_and_names_its_blocks_
     assert model.worker.take_failed_blocks() == {5, 6}
     report = model.worker.take_report()
     assert report is not None
-    assert report.failed == {"r": "a chunk is not on this worker"}
+    assert report.failed == {"r": Reason.MISSING_CHUNK}
     assert not model.read(range(SLOTS)).any()
 
 
@@ -225,7 +226,7 @@ def test_an_exception_in_one_load_harms_neither_the_one_before_nor_the_next(mode
     assert model.worker.take_failed_blocks() == {3}
     report = model.worker.take_report()
     assert report is not None
-    assert report.failed == {"r30": "RuntimeError"}
+    assert report.failed == {"r30": Reason.LOAD_FAILED}
 
 
 def test_failures_are_told_once(model: ToyModel) -> None:
@@ -240,7 +241,7 @@ def test_failures_are_told_once(model: ToyModel) -> None:
 # -- start-up ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_refused_model_is_served_as_text_and_every_load_says_why() -> None:
+def test_a_refused_model_is_served_as_text_and_every_load_says_so() -> None:
     model = ToyModel()
     worker = WorkerSide(1 << 20)
     worker.register(model.layers, model.caches, ["MambaForCausalLM"])
@@ -249,8 +250,9 @@ def test_a_refused_model_is_served_as_text_and_every_load_says_why() -> None:
     worker.load([Load("r", ((A, 1),), 0, (0,), (0,))])
     report = worker.take_report()
     assert report is not None
-    assert report.failed["r"] == worker.refusal
-    assert "MambaForCausalLM" in report.failed["r"]
+    assert report.failed["r"] == Reason.MODEL_REFUSED
+    assert worker.refusal is not None
+    assert "MambaForCausalLM" in worker.refusal
     assert worker.take_failed_blocks() == {0}
     assert worker.settle([A]) == []
     worker.drop([A])

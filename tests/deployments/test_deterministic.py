@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from connector.chunk import CaptureRange, chunk_id
+from connector.memory_counts import Reason
 from connector.plan import Piece, PromptPlan, plan_memory
 from deployments.deterministic import (
     ByteTokenizer,
@@ -99,7 +100,7 @@ async def test_a_missing_chunk_is_read_as_text_and_reported() -> None:
     await hold(engine, piece("head:\n"))
     text, last = await ask(engine, plan(piece("- gone\n")))
     assert text == answer(["gone"])
-    assert (last.injected_tokens, last.fallback) == (0, "a chunk is missing")
+    assert (last.injected_tokens, last.fallback) == (0, Reason.MISSING_CHUNK)
 
 
 async def test_a_longer_answer_than_asked_for_is_cut() -> None:

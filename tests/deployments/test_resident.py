@@ -13,6 +13,7 @@ from resident_home import DIM, PLACEMENT, Home, LengthEmbedder, fact
 from slow_engine import dead
 
 from connector.chunk import ChunkId
+from connector.memory_counts import Reason
 from connector.plan import Piece
 from deployments.resident import SPARE_S
 from sharding.errors import EngineFailed, Unavailable, WrongShard
@@ -35,7 +36,7 @@ async def test_facts_are_text_until_their_chunks_are_there(home: Home) -> None:
     assert home.encoded() == set()
     chunks = await home.residents.ready(home.memory)
     piece = chunks.piece(FactId("f1"))
-    assert home.residents.servable(piece) == Piece(tuple(map(ord, "- fact 1\n")))
+    assert home.residents.servable(piece) == Piece(tuple(map(ord, "- fact 1\n")), unready=Reason.NOT_ENCODED)
     home.engine.gate.set()
     await home.settled()
     assert home.encoded() == {0, 1, 2}

@@ -13,10 +13,11 @@ from slow_engine import dead
 
 from connector.chunk import ChunkId
 from connector.engine import EngineDelta
+from connector.memory_counts import Reason
 from connector.plan import PromptPlan
 from deployments.heads import Heads
 from deployments.memory_calls import DeleteCall
-from deployments.messages import ChatCall, ChatStarted, Sampling
+from deployments.messages import ChatCall, ChatFinished, ChatStarted, MemoryUse, Sampling
 from deployments.shard import Shard
 from sharding.errors import EngineFailed, NotFound, WrongShard
 from sharding.ids import FactId, Placement
@@ -60,6 +61,7 @@ class House:
         self.home = home = Home()
         self.table = OneUser(home.memory)
         self.pinned_at_abort: bool | None = None
+        self.ends = False
         engine: Any = home.engine
         engine.max_model_len, engine.generate = 1_000, self.generate
         heads = Heads("model", home.encoder, home.ledger, home.template.default_head())
@@ -68,8 +70,9 @@ class House:
 
     async def generate(self, request_id: str, plan: PromptPlan, sampling: Any) -> AsyncGenerator[EngineDelta, None]:
         try:
-            while True:
+            while not self.ends:
                 yield EngineDelta((1,), "a", None, 0, 0, None)
+            yield EngineDelta((1,), "a", "stop", plan.load_tokens, 0, None)
         finally:
             await asyncio.sleep(0)
             everything = self.home.ledger.budget_bytes
@@ -94,6 +97,24 @@ async def test_a_chat_that_is_closed_is_aborted_before_its_chunks_may_be_evicted
         assert isinstance(started, ChatStarted)
         assert len(started.memory.fact_ids) == 3
     assert house.pinned_at_abort
+
+
+async def test_memory_that_is_text_is_counted_and_told_under_its_reason_until_its_chunk_is_there(house: House) -> None:
+    house.ends = True
+    head = len(house.home.template.default_head())
+
+    async def last_of_a_chat() -> MemoryUse:
+        events = [event async for event in house.shard.chat(ChatCall("r", PLACEMENT, HELLO, Sampling()))]
+        assert isinstance(events[-1], ChatFinished)
+        return events[-1].memory
+
+    use = await last_of_a_chat()  # the facts have chunks, the head has none yet, and only a prefix can be injected
+    assert use.fallback == Reason.NOT_ENCODED
+    counted = house.shard.memory_counts.plain()
+    assert counted["memory_tokens_prefilled_not_encoded"] == head + use.memory_tokens
+    await house.shard.heads.encoded()
+    assert (await last_of_a_chat()).fallback is None
+    assert house.shard.memory_counts.plain() == counted | {"memory_tokens_injected": head + use.memory_tokens}
 
 
 async def test_a_user_who_moved_away_leaves_no_chunk_here(house: House) -> None:
