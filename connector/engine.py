@@ -165,13 +165,13 @@ class MemoryEngine:
     ) -> set[ChunkId]:
         """Prefills `token_ids` and keeps the ranges as chunks. Returns the ids that are complete on every rank.
 
-        Tokens found in the prefix cache are never computed and so cannot be captured; where that happened, the
-        prompt is prefilled once more without reading the cache. What was computed and is missing all the same had no
-        room on a worker, and would have none then. Raises `EngineFailed`: the workers may hold any of the chunks.
+        Tokens found in the prefix cache are never computed and so cannot be captured, and a step may have run as one
+        graph, unheard of: what is missing is prefilled once more, without reading the cache, but for what had no room
+        on a worker and would have none then. Raises `EngineFailed`: the workers may hold any of the chunks.
         """
         wanted = {range_.id for range_ in captures}
-        done, cached = await self._encode(request_id, token_ids, captures, salt, skip_cache=False)
-        missed = [range_ for range_ in captures if range_.id not in done and range_.start < cached]
+        done, no_room = await self._encode(request_id, token_ids, captures, salt, skip_cache=False)
+        missed = [range_ for range_ in captures if range_.id not in done | no_room]
         if missed:
             again, _ = await self._encode(f"{request_id}-again", token_ids, missed, salt, skip_cache=True)
             done |= again
@@ -179,8 +179,8 @@ class MemoryEngine:
 
     async def _encode(
         self, request_id: str, token_ids: Sequence[int], captures: Sequence[CaptureRange], salt: str, skip_cache: bool
-    ) -> tuple[set[ChunkId], int]:
-        """The ids that are complete on every rank, and how many of the first tokens the prefix cache had."""
+    ) -> tuple[set[ChunkId], set[ChunkId]]:
+        """The ids that are complete on every rank, and those that some rank had no room for."""
         sampling = SamplingParams(
             max_tokens=1,
             temperature=0.0,
@@ -190,7 +190,7 @@ class MemoryEngine:
             extra_args={"kv_transfer_params": transfer_params(capture=captures)},
         )
         prompt = TokensPrompt(prompt_token_ids=list(token_ids), cache_salt=salt)
-        done: set[ChunkId] = set()
+        ranks: list[tuple[list[ChunkId], list[ChunkId]]] = [([], [])]
         cached = 0
         try:
             async with aclosing(self.llm.generate(prompt, sampling, request_id, priority=ENCODE_PRIORITY)) as outputs:
@@ -205,8 +205,8 @@ class MemoryEngine:
             if captures:
                 settled = asyncio.ensure_future(self._rpc("memshard_settle", [range_.id for range_ in captures]))
                 ranks = await asyncio.shield(settled)
-                done = set.intersection(*(set(rank) for rank in ranks))
-        return done, cached
+        done, no_room = zip(*ranks, strict=True)
+        return set.intersection(*map(set, done)), set.union(*map(set, no_room))
 
     async def drop(self, ids: Sequence[ChunkId]) -> None:
         """Forgets chunks on every rank. Raises `EngineFailed`: then they may still be there."""

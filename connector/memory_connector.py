@@ -47,6 +47,7 @@ class MemoryConnector(KVConnectorBase_V1):  # type: ignore[misc]
             request.request_id,
             request.kv_transfer_params,
             request.num_prompt_tokens,
+            salt=request.cache_salt,
             reads_cache=not request.skip_reading_prefix_cache,
         )
 

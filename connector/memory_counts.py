@@ -24,6 +24,7 @@ class Reason(StrEnum):
 
     NOT_ENCODED = "not_encoded"  # no chunk was made of it yet
     EVICTED = "evicted"  # its chunk gave its room to others
+    LATE = "late"  # its chunk was in a slower tier, and did not come in time
     MISSING_CHUNK = "missing_chunk"  # a worker does not have it, or not all of it
     LOAD_FAILED = "load_failed"  # a worker has it, and failed to write it
     MODEL_REFUSED = "model_refused"  # this model's memory cannot be injected exactly

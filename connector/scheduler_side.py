@@ -21,6 +21,7 @@ class _Known:
 
     wishes: Wishes
     prompt_tokens: int
+    salt: str | None = None
     local_tokens: int = 0  # of the last prefix-cache lookup
     injected_tokens: int = 0  # of the last load
     hit_tokens: int = 0  # what of the load was in the prefix cache then
@@ -52,22 +53,33 @@ class SchedulerSide:
     _loads: dict[str, Load] = field(default_factory=dict)  # allocated since the last step
 
     def arrived(
-        self, request_id: str, params: dict[str, Any] | None, prompt_tokens: int, *, reads_cache: bool = True
+        self,
+        request_id: str,
+        params: dict[str, Any] | None,
+        prompt_tokens: int,
+        *,
+        salt: str | None = None,
+        reads_cache: bool = True,
     ) -> None:
         """A new request. One that reads no prefix cache has everything computed: vLLM takes nothing from us for it."""
         wishes = Wishes.of(params)
         if wishes.load or wishes.capture:
-            self._known[request_id] = known = _Known(wishes, prompt_tokens)
+            self._known[request_id] = known = _Known(wishes, prompt_tokens, salt)
             if wishes.load and not reads_cache:
                 known.fallback = Reason.READS_NO_CACHE
 
-    def matched_tokens(self, request_id: str, local_tokens: int) -> int:
+    def matched_tokens(self, request_id: str, local_tokens: int) -> int | None:
         """How many tokens behind the `local_tokens` of a prefix-cache hit come out of chunks.
 
-        A request whose load failed before is not tried again.
+        A request whose load failed before is not tried again. None asks again in the next step: vLLM publishes a load's
+        blocks as soon as it is scheduled, and who hits them in the same step would keep them if the load then failed.
         """
         known = self._known.get(request_id)
-        if known is None or known.fallback is not None:
+        if known is None:
+            return 0
+        if any(id_ != request_id and self._known[id_].salt == known.salt for id_ in self._loads):
+            return None
+        if known.fallback is not None:
             return 0
         known.local_tokens = local_tokens
         return max(0, known.load_tokens - local_tokens)

@@ -38,9 +38,10 @@ class MemoryWorkerExtension:
             digest.update(f"{name}{tuple(weight.shape)}{weight.dtype}".encode() + sample.numpy().tobytes())
         return {"refusal": None, "token_bytes": worker.store.shape.token_bytes, "digest": digest.hexdigest()}
 
-    def memshard_settle(self, ids: list[Any]) -> list[Any]:
-        """Which captures are complete; the others are forgotten."""
-        return list(_worker_side().settle(ids))
+    def memshard_settle(self, ids: list[Any]) -> tuple[list[Any], list[Any]]:
+        """Which captures are complete, and which had no room; all but the first are forgotten."""
+        done, no_room = _worker_side().settle(ids)
+        return list(done), list(no_room)
 
     def memshard_drop(self, ids: list[Any]) -> None:
         """Forgets chunks."""
@@ -49,9 +50,9 @@ class MemoryWorkerExtension:
     def memshard_stats(self) -> dict[str, int]:
         """Chunks and bytes held, and counters since the start."""
         worker = _worker_side()
+        worker.check_integrity()
         if worker.store is None:
             return {"chunks": 0, "bytes": 0, **worker.counters}
-        worker.store.check_integrity()
         return {"chunks": len(worker.store), "bytes": worker.store.bytes, **worker.counters}
 
 

@@ -47,6 +47,8 @@ class WorkerSide:
         self._updates: list[CacheUpdate] = []  # of each layer
         self._captures: Sequence[Capture] = ()
         self._rows: list[tuple[Capture, torch.Tensor, torch.Tensor, torch.Tensor]] | None = None
+        self._layers_seen: set[int] = set()  # in this step
+        self._no_room: set[ChunkId] = set()  # captures that are not settled yet
         self._failed_blocks: set[int] = set()
         self._report = StepReport()
 
@@ -144,10 +146,15 @@ class WorkerSide:
     def begin(self, step: StepMetadata) -> None:
         """Before the forward pass."""
         self._captures, self._rows = step.captures, None
+        self._layers_seen.clear()
 
     def end(self) -> None:
-        """After the forward pass: tokens that every layer has written are there."""
-        if self._rows is not None and self.store is not None:
+        """After the forward pass: tokens that every layer has written are there.
+
+        Where a layer's update was not heard of (a graph that was replayed as a whole calls no Python), nothing came:
+        the chunk stays incomplete, and is encoded once more or not at all.
+        """
+        if self._rows is not None and self.store is not None and len(self._layers_seen) == len(self._updates):
             for capture, _, came, _ in self._rows:
                 self.store.arrived(capture.id, came)
                 self.counters["captured_tokens"] += len(came)
@@ -159,6 +166,7 @@ class WorkerSide:
             return
         if self._rows is None:
             self._rows = self._find_rows(slot_mapping)
+        self._layers_seen.add(layer)
         for _, kv, at, rows in self._rows:
             kv[layer][:, at] = take(rows)
 
@@ -173,6 +181,7 @@ class WorkerSide:
         for capture in self._captures:
             kv = self.store.arriving(capture.id, capture.tokens, capture.position)
             if kv is None:
+                self._no_room.add(capture.id)  # or it is complete already
                 continue
             slots = torch.tensor(capture.slots, dtype=torch.int64, device=slot_mapping.device)
             place = torch.searchsorted(ordered, slots).clamp(max=len(ordered) - 1)
@@ -183,9 +192,20 @@ class WorkerSide:
 
     # -- answers to the shard's process (through `worker_extension.py`) ----------------------------------------------
 
-    def settle(self, ids: Sequence[ChunkId]) -> list[ChunkId]:
-        """Which of these captures are complete; the others are forgotten."""
-        return sorted(self.store.settle(ids)) if self.store is not None else []
+    def settle(self, ids: Sequence[ChunkId]) -> tuple[list[ChunkId], list[ChunkId]]:
+        """Which of these captures are complete, and which had no room; all but the first are forgotten."""
+        complete = self.store.settle(ids) if self.store is not None else set()
+        no_room = self._no_room.intersection(ids) - complete
+        self._no_room.difference_update(ids)
+        return sorted(complete), sorted(no_room)
+
+    def check_integrity(self) -> None:
+        """Between steps. Raises AssertionError where something of a step is left, or the store's books are wrong."""
+        assert not self._captures, "captures of a step that ended"
+        assert not self._failed_blocks, "a failure that the scheduler was not told"
+        assert not self._report.failed, "a failure that nobody was told"
+        if self.store is not None:
+            self.store.check_integrity()
 
     def drop(self, ids: Sequence[ChunkId]) -> None:
         if self.store is not None:

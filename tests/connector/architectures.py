@@ -89,9 +89,9 @@ CASES = [
         "Llama, YaRN with its amplitude",
         "llama",
         _rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=512),
-        always=True,
     ),
     Case("Llama, without prefix caching", "llama", engine={"prefix_caching": False}),
+    Case("Llama, compiled", "llama", engine={"eager": False}),
     Case("Mistral", "mistral", {"sliding_window": None}),
     Case("Mistral, sliding window", "mistral", {"sliding_window": 64}),
     Case("Qwen2 (biases)", "qwen2"),
@@ -133,6 +133,7 @@ CASES = [
                 "original_max_position_embeddings": 8,
             },
         },
+        engine={"max_model_len": 2048},
     ),
     Case(
         "GLM, Phi, GPT-NeoX and others that vLLM runs through transformers",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,3 +40,12 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory, language_model: Path) -
         tie_word_embeddings=False,
     )
     return save_tiny_model(config, language_model, tmp_path_factory.mktemp("tiny") / "llama", torch.float32)
+
+
+@pytest.fixture
+async def left_as_it_was(engine: Any) -> AsyncIterator[None]:
+    """For each test of a module's engine: see `engines.check_integrity`."""
+    from tests.connector.engines import check_integrity
+
+    yield
+    await check_integrity(engine)

@@ -5,6 +5,7 @@ An oracle that shares no code with us computes the expected answers: the same we
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
 from collections.abc import Iterator, Sequence
@@ -139,6 +140,28 @@ def read_rotation(worker: object) -> tuple[list[float], bool]:
     return rotation.frequencies.tolist(), rotation.neox
 
 
+def empty(worker: object) -> int:
+    """Runs in the worker between steps: checks that none left anything, drops all chunks, returns the bytes held."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    side = get_kv_transfer_group().worker
+    side.check_integrity()
+    assert not side.store._arriving, "half a chunk whose request has ended"
+    side.drop(list(side.store._chunks))
+    return int(side.store.bytes)
+
+
+async def check_integrity(engine: MemoryEngine) -> None:
+    """Once all requests have ended: workers hold nothing of them, and every block of the paged cache is free again."""
+    async with asyncio.timeout(20):
+        while engine.llm.get_num_unfinished_requests():  # noqa: ASYNC110 - vLLM has no event for it
+            await asyncio.sleep(0.01)
+        assert set(await engine.llm.collective_rpc(empty)) == {0}
+        # Refused while a block is in use; an abort reaches the engine core a little later than its caller hears of it.
+        while not await engine.llm.reset_prefix_cache():  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
 def set_budget(worker: object, budget_bytes: int) -> None:
     """Runs in the worker."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -162,14 +185,14 @@ class Oracle:
         return cache
 
     @torch.inference_mode()
-    def composed(self, encoded: Encoded, order: Sequence[int]) -> DynamicCache:
+    def composed(self, encoded: Encoded, order: Sequence[int], first_position: int = 0) -> DynamicCache:
         """The cache that pieces of an encoding make where they are served one behind another, in `order`.
 
         Each comes out of the whole prompt, computed that many positions further on: attention sees differences of
         positions only, so the piece's hidden states stay.
         """
         parts: list[tuple[DynamicCache, slice]] = []
-        place = 0
+        place = first_position
         for range_ in (encoded.ranges[index] for index in order):
             cache = self.cache(encoded.prompt, first_position=place - range_.start)
             parts.append((cache, slice(range_.start, range_.start + range_.tokens)))
@@ -197,11 +220,11 @@ class Oracle:
             ids = torch.tensor([[best]])
         return found, logprobs
 
-    def shortfall(self, cache: DynamicCache, tail: Sequence[int], answer: Answer) -> float:
+    def shortfall(self, cache: DynamicCache, tail: Sequence[int], answer: Answer, first_position: int = 0) -> float:
         """How far an answer is from greedy decoding behind a cache: the most that one of its log-probabilities is off
         by, or that one of its tokens is less likely than the likeliest."""
-        length, ids = cache.get_seq_length(), torch.tensor([[*tail, *answer.token_ids[:-1]]])
-        positions = torch.arange(ids.shape[1])[None] + length
+        ids = torch.tensor([[*tail, *answer.token_ids[:-1]]])
+        positions = torch.arange(ids.shape[1])[None] + cache.get_seq_length() + first_position
         with torch.inference_mode():
             logits = self.model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True).logits
         rows = logits[0, len(tail) - 1 :].float().log_softmax(-1)

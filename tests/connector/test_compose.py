@@ -168,3 +168,21 @@ def test_no_chunks_are_nothing_to_write() -> None:
     cache = Cache()
     assert compose([], [ROTATION] * LAYERS, cache.write) == 0
     assert cache.written == []
+
+
+def test_of_a_latent_row_only_what_lies_behind_the_latent_is_rotated() -> None:
+    """As multi-head latent attention has it: one part, out of which keys and values are computed again."""
+    latent = 5
+    rotation = Rotation(torch.tensor([1.0, 0.01], dtype=torch.float32), neox=False, first=latent)
+    kv = torch.randn(LAYERS, 1, 6, 1, latent + 4, generator=torch.Generator().manual_seed(1))
+    chunks = [Chunk(ChunkId("a"), 40, kv[:, :, :2].contiguous()), Chunk(ChunkId("b"), 2, kv[:, :, 2:].contiguous())]
+    cache = Cache()
+    assert compose(chunks, [rotation] * LAYERS, cache.write) == 6
+    distances = torch.tensor([-40, -40, 0, 0, 0, 0])
+    for layer, rows, same in cache.written:
+        assert torch.equal(rows, same)
+        expected = kv[layer, 0].clone()
+        tail = expected[..., latent:].contiguous()
+        rotate_keys(tail, rotation.table(distances), rotation.neox)
+        assert torch.equal(rows[..., :latent], expected[..., :latent])
+        assert torch.equal(rows[..., latent:], tail)

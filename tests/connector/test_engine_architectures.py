@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,17 @@ from transformers import DynamicCache
 
 from connector.chunk import memory_salt
 from connector.engine import EngineSettings, MemoryEngine
+from connector.memory_counts import Reason
 from connector.plan import PromptPlan
 from sharding.errors import StartupError
 from tests.connector.architectures import CASES, Case, table
 from tests.connector.engines import (
+    Answer,
+    Encoded,
     Oracle,
     answer,
     bind_cores,
+    check_integrity,
     encode,
     save_tiny_model,
     text,
@@ -34,6 +39,9 @@ from tests.connector.engines import (
 PIECES = [tokens_of(seed, count) for seed, count in enumerate([40, 33, 70, 20])]
 TAIL = tokens_of(99, 21)
 ORDER = [3, 0, 2]
+FIRST = 256
+"""Where the oracle computes moved pieces from: some that stood further back would begin before position 0, and not
+every model of transformers can do that. Attention sees differences of positions only."""
 
 
 def settings_of(case: Case, path: Path) -> EngineSettings:
@@ -114,26 +122,62 @@ async def served(case: Case, starts: Starts) -> AsyncIterator[tuple[MemoryEngine
 
 
 @pytest.mark.parametrize("case", params(refused=False))
-async def test_memory_in_place_and_moved_is_exact(case: Case, served: tuple[MemoryEngine, Path]) -> None:
+async def test_memory_in_place_and_moved_is_exact_and_falls_back_to_text(
+    case: Case, served: tuple[MemoryEngine, Path]
+) -> None:
+    """A run in which vLLM's own answer to plain text is not the model's proves nothing about memory. With two workers
+    on a loaded machine that was seen once, and the cause not found: there another run is made, nowhere else.
+    """
     engine, path = served
-    encoded = await encode(engine, PIECES, "owner")
-    load = tuple((range_.id, range_.tokens) for range_ in encoded.ranges)
-    in_place = await answer(engine, PromptPlan(encoded.prompt + TAIL, load, memory_salt("owner", load)))
-    assert in_place.injected_tokens == len(encoded.prompt)
-    plain = await text(engine, encoded.prompt + TAIL, None)
+    oracle = Oracle(path) if case.same_in_transformers else None
+    for attempt in range(3):
+        run = await Run.of(engine, f"owner-{attempt}")
+        if oracle is None:
+            assert max(run.in_place.differs_from(plain) for plain in run.plain) < case.noise
+            assert run.fallen.differs_from(run.plain[0]) < case.noise
+            return
+        plain = max(oracle.shortfall(DynamicCache(), run.encoded.prompt + TAIL, plain) for plain in run.plain)
+        if plain < case.noise:
+            break
+        assert case.engine.get("tensor_parallel"), f"the premise: transformers computes the same function ({plain})"
+    else:
+        pytest.fail("vLLM's own text was wrong in every run")
+    whole = run.encoded.prompt + TAIL
+    assert oracle.shortfall(DynamicCache(), whole, run.in_place) < case.noise
+    moved = oracle.composed(run.encoded, ORDER, FIRST)
+    assert oracle.shortfall(moved, TAIL, run.moved, FIRST) < case.noise
+    assert oracle.shortfall(DynamicCache(), whole, run.fallen) < case.noise
 
-    load = tuple(load[index] for index in ORDER)
-    front = tuple(token for index in ORDER for token in encoded.tokens(index))
-    moved = await answer(engine, PromptPlan(front + TAIL, load, memory_salt("owner", load)))
-    assert moved.injected_tokens == len(front)
-    if not case.same_in_transformers:
-        assert in_place.differs_from(plain) < case.noise
-        return
-    oracle = Oracle(path)
-    off = oracle.shortfall(DynamicCache(), encoded.prompt + TAIL, plain)
-    assert off < case.noise, "the premise: transformers computes the same function"
-    assert oracle.shortfall(DynamicCache(), encoded.prompt + TAIL, in_place) < case.noise
-    assert oracle.shortfall(oracle.composed(encoded, ORDER), TAIL, moved) < case.noise
+
+@dataclass(frozen=True)
+class Run:
+    """Answers behind one encoding: to its prompt out of chunks, to moved chunks, and to the prompt again with a chunk
+    missing; and to the prompt as plain text, before and after."""
+
+    encoded: Encoded
+    in_place: Answer
+    moved: Answer
+    fallen: Answer
+    plain: tuple[Answer, Answer]
+
+    @classmethod
+    async def of(cls, engine: MemoryEngine, owner: str) -> Run:
+        encoded = await encode(engine, PIECES, owner)
+        whole = encoded.prompt + TAIL
+        load = tuple((range_.id, range_.tokens) for range_ in encoded.ranges)
+        before = await text(engine, whole, f"{owner}-before")
+        in_place = await answer(engine, PromptPlan(whole, load, memory_salt(owner, load)))
+        assert in_place.injected_tokens == len(encoded.prompt)
+        chosen = tuple(load[index] for index in ORDER)
+        front = tuple(token for index in ORDER for token in encoded.tokens(index))
+        moved = await answer(engine, PromptPlan(front + TAIL, chosen, memory_salt(owner, chosen)))
+        assert moved.injected_tokens == len(front)
+        await engine.drop([load[1][0]])
+        fallen = await answer(engine, PromptPlan(whole, load, f"{owner}-fallen"))
+        assert (fallen.injected_tokens, fallen.fallback) == (0, Reason.MISSING_CHUNK)
+        after = await text(engine, whole, f"{owner}-after")
+        await check_integrity(engine)
+        return cls(encoded, in_place, moved, fallen, (before, after))
 
 
 @pytest.mark.parametrize("case", params(refused=True))

@@ -36,6 +36,8 @@ from tests.connector.engines import (
 NOISE = 1e-3
 BLOCK = 32
 
+pytestmark = pytest.mark.usefixtures("left_as_it_was")
+
 
 @pytest.fixture(scope="module")
 async def engine(tiny_llama: Path) -> AsyncIterator[MemoryEngine]:

@@ -33,6 +33,8 @@ FACTS = [
 QUESTIONS = ["Where does Ingrid live?", "How many clocks does Tomas keep?", "What does Olu keep?"]
 LIMITS = {"max_model_len": 2048, "max_tokens": 12}
 
+pytestmark = pytest.mark.usefixtures("left_as_it_was")
+
 
 @pytest.fixture(scope="module")
 async def engine(language_model: Path) -> AsyncIterator[MemoryEngine]:

@@ -41,6 +41,7 @@ def test_text_is_counted_under_the_reason_of_the_piece_it_begins_with() -> None:
         "memory_tokens_hit": 3,
         "memory_tokens_prefilled_not_encoded": 0,
         "memory_tokens_prefilled_evicted": 14,
+        "memory_tokens_prefilled_late": 0,
         "memory_tokens_prefilled_missing_chunk": 0,
         "memory_tokens_prefilled_load_failed": 0,
         "memory_tokens_prefilled_model_refused": 0,

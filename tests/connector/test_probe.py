@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from toy_model import ARCHITECTURES, ToyAttention, model_around, rotary
+from toy_model import ARCHITECTURES, ToyAttention, ToyImpl, model_around, rotary
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.attention import MLAAttention
+from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT, get_rope
 
 from connector.probe import PROVED_ARCHITECTURES, Refused, read_rotations, read_updates
 from connector.rotation import Rotation
@@ -103,7 +107,7 @@ def test_a_module_that_does_something_else_than_its_table_says_is_refused() -> N
 
 def check(layers: list[torch.nn.Module], architectures: list[str]) -> None:
     named = dict(zip("abc", layers, strict=False))
-    read_updates(named, dict.fromkeys(named, torch.zeros(1)), architectures)
+    read_updates(named, dict.fromkeys(named, torch.zeros(1, 1, 1, 1)), architectures)
 
 
 def test_plain_attention_of_a_proved_architecture_is_accepted() -> None:
@@ -151,3 +155,88 @@ def test_what_is_no_attention_or_not_there_is_refused() -> None:
         check([ToyAttention(), torch.nn.Linear(2, 2)], ARCHITECTURES)
     with pytest.raises(Refused, match="no attention layer"):
         check([], ARCHITECTURES)
+
+
+# -- latent attention -------------------------------------------------------------------------------------------------
+
+
+class LatentBackend:
+    @staticmethod
+    def get_name() -> str:
+        return "AMX_MLA"
+
+
+class SlowLatentBackend:
+    @staticmethod
+    def get_name() -> str:
+        return "CPU_MLA"
+
+
+class ToyLatent(MLAAttention):
+    """Has what is asked of a latent attention layer, and computes nothing."""
+
+    def __init__(self) -> None:
+        torch.nn.Module.__init__(self)
+        self.use_sparse = False
+        self.sliding_window: int | None = None
+        self.hisparse_cache = None
+        self.kv_cache_dtype = "auto"
+        self.head_size, self.kv_lora_rank = 12, 8
+        self.attn_backend: Any = LatentBackend
+        self.impl: Any = ToyImpl()
+
+
+def test_latent_attention_is_accepted_as_one_part_whose_end_is_rotated() -> None:
+    updates = read_updates(
+        {"a": ToyLatent(), "b": ToyLatent()}, dict.fromkeys("ab", torch.zeros(3, 1, 4, 12)), ["DeepseekV2ForCausalLM"]
+    )
+    assert [(u.parts, u.kv_heads, u.head_dim, u.rotated_from) for u in updates] == [(1, 1, 12, 8)] * 2
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "reason"),
+    [
+        ("use_sparse", True, "does not attend to all of its cache"),
+        ("sliding_window", 64, "does not attend to all of its cache"),
+        ("kv_cache_dtype", "fp8_ds_mla", "caches its latent as fp8_ds_mla"),
+        ("attn_backend", SlowLatentBackend, "CPU_MLA cannot attend to tokens of an earlier step"),
+        ("impl", object(), "AMX_MLA does not update its cache apart"),
+    ],
+)
+def test_latent_attention_whose_cache_cannot_be_read_and_written_is_refused(
+    attribute: str, value: object, reason: str
+) -> None:
+    odd = ToyLatent()
+    setattr(odd, attribute, value)
+    with pytest.raises(Refused, match=reason):
+        check([ToyLatent(), odd], ["DeepseekV2ForCausalLM"])
+
+
+def test_layers_of_both_kinds_are_refused() -> None:
+    with pytest.raises(Refused, match="differ in heads"):
+        check([ToyAttention(), ToyLatent()], ARCHITECTURES)
+
+
+# -- scaling that was meant to depend on the length -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scaling", [{"rope_type": "dynamic", "factor": 4.0}, {"rope_type": "dynamic", "alpha": 3.0}])
+def test_dynamic_ntk_is_served_because_vllms_table_is_fixed(scaling: dict[str, Any]) -> None:
+    module = rotary(positions=700, head_dim=64, max_trained_positions=300, **scaling)
+    rotation = read_rotation(module)
+    for seen in (10, 699, 10):  # whatever length it has seen
+        module(torch.arange(seen), torch.randn(seen, 64), torch.randn(seen, 64))
+        assert torch.equal(read_rotation(module).frequencies, rotation.frequencies)
+
+
+@pytest.mark.parametrize(("max_model_len", "factor"), [(64, 1.5), (65, 3.0)])
+def test_longrope_is_served_with_the_factors_that_vllm_chose_at_start_up(max_model_len: int, factor: float) -> None:
+    scaling = {"rope_type": "longrope", "rope_theta": 10_000.0, "original_max_position_embeddings": 64}
+    factors = {"short_factor": [1.5] * 4, "long_factor": [3.0] * 4}
+    config: Any = VllmConfig()
+    config.model_config = SimpleNamespace(max_model_len=max_model_len)
+    _ROPE_DICT.clear()  # vLLM shares equal modules, whatever the configuration was
+    with set_current_vllm_config(config):
+        module = get_rope(8, 512, True, {**scaling, **factors}, torch.float32)
+    plain = 10_000.0 ** -(torch.arange(0, 8, 2, dtype=torch.float64) / 8)
+    torch.testing.assert_close(read_rotation(module).frequencies.double(), plain / factor, rtol=1e-6, atol=1e-9)

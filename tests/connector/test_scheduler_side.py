@@ -42,6 +42,7 @@ def test_what_follows_a_prefix_hit_is_loaded_into_its_own_slots_and_never_into_t
     scheduler = side()
     scheduler.arrived("r", transfer_params(load), prompt)
     matched = scheduler.matched_tokens("r", hit)
+    assert matched is not None
     assert 0 <= matched <= max(0, prompt - 1 - hit), "one token is left to compute"
     assert matched == max(0, min(sum(tokens for _, tokens in load), prompt - 1) - hit)
     blocks = blocks_for(prompt, data)
@@ -70,9 +71,9 @@ def test_being_asked_any_number_of_times_changes_no_answer(load: list[ChunkRef],
 def test_a_request_that_was_preempted_is_loaded_again_into_its_new_blocks() -> None:
     scheduler = side()
     scheduler.arrived("r", transfer_params([(ChunkId("a"), 6)]), 9)
-    scheduler.allocated("r", [1, 2, 3], scheduler.matched_tokens("r", 0))
+    scheduler.allocated("r", [1, 2, 3], scheduler.matched_tokens("r", 0) or 0)
     assert scheduler.step([]).loads[0].slots == (4, 5, 6, 7, 8, 9)
-    scheduler.allocated("r", [7, 5, 9], scheduler.matched_tokens("r", 4))
+    scheduler.allocated("r", [7, 5, 9], scheduler.matched_tokens("r", 4) or 0)
     [again] = scheduler.step([]).loads
     assert (again.skip, again.slots, again.blocks) == (4, (20, 21), (5,))
     assert scheduler.step([]).loads == [], "a load is handed out once"
@@ -117,10 +118,10 @@ def test_a_request_that_ended_before_its_step_is_not_loaded() -> None:
 
 def test_a_load_that_failed_is_told_with_its_reason_and_not_tried_again() -> None:
     scheduler = side()
-    scheduler.arrived("r", transfer_params([(ChunkId("a"), 4)]), 6)
-    scheduler.arrived("other", transfer_params([(ChunkId("b"), 4)]), 6)
     for name in ("r", "other"):
-        scheduler.allocated(name, [1, 2], scheduler.matched_tokens(name, 0))
+        scheduler.arrived(name, transfer_params([(ChunkId(name), 4)]), 6, salt=name)
+        scheduler.allocated(name, [1, 2], scheduler.matched_tokens(name, 0) or 0)
+    scheduler.step([])
     scheduler.reported(StepReport({"r": Reason.MISSING_CHUNK, "unknown": Reason.LOAD_FAILED}))
     assert scheduler.matched_tokens("r", 0) == 0
     scheduler.allocated("r", [1, 2], 0)
@@ -139,6 +140,18 @@ def test_what_of_the_memory_was_in_the_prefix_cache_is_told() -> None:
         scheduler.arrived(name, transfer_params([(ChunkId("a"), 6)]), 9)
         scheduler.allocated(name, [1, 2, 3], scheduler.matched_tokens(name, hit))
         assert scheduler.finished(name) == {"injected_tokens": told[0], "hit_tokens": told[1], "fallback": None}
+
+
+def test_who_shares_a_salt_with_a_load_of_this_step_waits_until_it_is_known_to_have_worked() -> None:
+    scheduler = side()
+    for name, salt in (("first", "s"), ("second", "s"), ("fallen", "s"), ("other", "t")):
+        scheduler.arrived(name, transfer_params([(ChunkId("a"), 6)]), 9, salt=salt)
+    scheduler.reported(StepReport({"fallen": Reason.MISSING_CHUNK}))
+    scheduler.allocated("first", [1, 2, 3], 6)
+    asked = {name: scheduler.matched_tokens(name, 4) for name in ("first", "second", "fallen", "other")}
+    assert asked == {"first": 2, "second": None, "fallen": None, "other": 2}
+    scheduler.step([])
+    assert (scheduler.matched_tokens("second", 4), scheduler.matched_tokens("fallen", 4)) == (2, 0)
 
 
 def test_a_request_that_reads_no_prefix_cache_is_offered_nothing_and_told_so() -> None:
@@ -233,6 +246,7 @@ def test_whatever_a_request_brings_as_wishes_no_hook_raises(params: Any, prompt:
     scheduler = side()
     scheduler.arrived("r", params, prompt)
     matched = scheduler.matched_tokens("r", 0)
+    assert matched is not None
     assert 0 <= matched < prompt
     scheduler.allocated("r", blocks_for(prompt), matched)
     if scheduler.captures_anything("r"):

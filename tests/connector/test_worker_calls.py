@@ -29,6 +29,7 @@ class OneWorker:
     def __init__(self) -> None:
         self.cached_tokens = 0
         self.no_room_for: set[ChunkId] = set()
+        self.unheard_prefills = 0
         self.prefills: list[SamplingParams] = []
         self.answer: Any = None
         self._complete: set[str] = set()
@@ -40,6 +41,8 @@ class OneWorker:
         cached = 0 if sampling.skip_reading_prefix_cache else self.cached_tokens
         captures = sampling.extra_args["kv_transfer_params"]["capture"]
         self._complete = {id_ for id_, start, _ in captures if start >= cached and id_ not in self.no_room_for}
+        if len(self.prefills) <= self.unheard_prefills:
+            self._complete = set()
         yield SimpleNamespace(num_cached_tokens=cached)
 
     async def collective_rpc(self, method: str, timeout: float, args: Sequence[Any]) -> list[Any]:  # noqa: ASYNC109  # vLLM's
@@ -47,7 +50,7 @@ class OneWorker:
             raise self.answer
         if self.answer is not None:
             await self.answer
-        return [sorted(self._complete & set(args[0]))]
+        return [(sorted(self._complete & set(args[0])), sorted(self.no_room_for & set(args[0])))]
 
 
 @pytest.fixture
@@ -66,6 +69,12 @@ async def test_what_the_prefix_cache_had_is_prefilled_again_to_be_captured(
     llm.cached_tokens = 4
     assert await engine.encode("r", range(8), [A, B], "salt") == {"a", "b"}
     assert [sampling.skip_reading_prefix_cache for sampling in llm.prefills] == [False, True]
+
+
+async def test_what_was_computed_unheard_of_is_prefilled_again(engine: MemoryEngine, llm: OneWorker) -> None:
+    llm.unheard_prefills = 1
+    assert await engine.encode("r", range(8), [A, B], "salt") == {"a", "b"}
+    assert len(llm.prefills) == 2
 
 
 async def test_what_a_worker_has_no_room_for_is_not_prefilled_again(engine: MemoryEngine, llm: OneWorker) -> None:

@@ -37,7 +37,7 @@ def captured(model: ToyModel, id_: ChunkId, kv: torch.Tensor, position: int = 0)
     """Makes `kv` a chunk of this worker."""
     slots = list(range(len(kv)))
     one_step(model, [Capture(id_, position, len(kv), 0, tuple(slots))], kv, slots)
-    assert model.worker.settle([id_]) == [id_]
+    assert model.worker.settle([id_])[0] == [id_]
 
 
 def held(model: ToyModel, id_: ChunkId) -> torch.Tensor:
@@ -51,8 +51,9 @@ def held(model: ToyModel, id_: ChunkId) -> torch.Tensor:
 def model() -> Iterator[ToyModel]:
     model = ToyModel()
     yield model
-    assert model.worker.store is not None
-    model.worker.store.check_integrity()
+    model.worker.take_failed_blocks()
+    model.worker.take_report()
+    model.worker.check_integrity()
 
 
 # -- capturing --------------------------------------------------------------------------------------------------------
@@ -87,7 +88,7 @@ def test_a_chunk_is_what_was_cached_for_its_tokens_over_all_steps_amid_other_req
         order = torch.randperm(len(slots), generator=generator)
         meta = scheduler.step([Scheduled("r", start, end - start, blocks)])
         one_step(model, meta.captures, rows[order], slots[order].tolist())
-    assert model.worker.settle([A, B, C]) == sorted(range_.id for range_ in ranges)
+    assert model.worker.settle([A, B, C])[0] == sorted(range_.id for range_ in ranges)
     for range_ in ranges:
         assert torch.equal(held(model, range_.id), kv[range_.start : range_.start + range_.tokens])
 
@@ -102,13 +103,13 @@ def test_a_forward_pass_that_nobody_wants_captured_leaves_nothing_behind(model: 
     model.forward(some_kv(4), [0, 1, 2, 3])  # warm-up, before any metadata
     one_step(model, [], some_kv(4), [0, 1, 2, 3])
     model.forward(some_kv(4), [0, 1, 2, 3])  # after the step
-    assert model.worker.settle([A]) == []
+    assert model.worker.settle([A])[0] == []
     assert model.worker.counters["captured_tokens"] == 0
 
 
 def test_a_step_in_which_none_of_a_captures_slots_come_captures_nothing(model: ToyModel) -> None:
     one_step(model, [Capture(A, 0, 2, 0, (5, 6))], some_kv(3), [-1, -1, 40])
-    assert model.worker.settle([A]) == []
+    assert model.worker.settle([A])[0] == []
 
 
 def test_several_requests_of_one_step_are_captured_apart(model: ToyModel) -> None:
@@ -129,7 +130,7 @@ def test_a_capture_that_stays_incomplete_is_forgotten_when_it_is_settled(model: 
     one_step(model, [Capture(A, 0, 4, 0, (0, 1))], some_kv(2), [0, 1])
     assert model.worker.store is not None
     assert model.worker.store.bytes == 4 * TOKEN_BYTES
-    assert model.worker.settle([A]) == []
+    assert model.worker.settle([A])[0] == []
     assert model.worker.store.bytes == 0
 
 
@@ -137,15 +138,30 @@ def test_a_chunk_dropped_between_two_steps_of_its_capture_does_not_come_to_be(mo
     one_step(model, [Capture(A, 0, 3, 0, (0, 1))], some_kv(2), [0, 1])
     model.worker.drop([A])
     one_step(model, [Capture(A, 0, 3, 2, (2,))], some_kv(1), [2])
-    assert model.worker.settle([A]) == []
+    assert model.worker.settle([A])[0] == []
 
 
 def test_what_the_budget_has_no_room_for_is_not_captured_and_the_step_goes_on() -> None:
     model = ToyModel(budget_bytes=3 * TOKEN_BYTES)
     kv = some_kv(5)
     one_step(model, [Capture(A, 0, 3, 0, (0, 1, 2)), Capture(B, 3, 2, 0, (3, 4))], kv, [0, 1, 2, 3, 4])
-    assert model.worker.settle([A, B]) == [A]
+    assert model.worker.settle([A, B]) == ([A], [B])
+    assert model.worker.settle([A, B]) == ([A], []), "told once"
     assert torch.equal(model.read(range(5)), kv)
+
+
+def test_a_step_in_which_a_layers_update_was_not_heard_of_captures_nothing(model: ToyModel) -> None:
+    """As where a graph is replayed as a whole: no Python runs then."""
+    kv, layers = some_kv(2), dict(model.layers)
+    model.worker.begin(StepMetadata(captures=[Capture(A, 0, 2, 0, (0, 1))]))
+    name = next(iter(layers))
+    del model.layers[name]
+    model.forward(kv[:, :-1], [0, 1])
+    model.worker.end()
+    model.layers = layers
+    assert model.worker.settle([A]) == ([], []), "it had room, and may be tried again"
+    one_step(model, [Capture(A, 0, 2, 0, (0, 1))], kv, [0, 1])
+    assert torch.equal(held(model, A), kv)
 
 
 def test_a_chunk_that_is_here_already_is_not_captured_again(model: ToyModel) -> None:
@@ -254,7 +270,7 @@ def test_a_refused_model_is_served_as_text_and_every_load_says_so() -> None:
     assert worker.refusal is not None
     assert "MambaForCausalLM" in worker.refusal
     assert worker.take_failed_blocks() == {0}
-    assert worker.settle([A]) == []
+    assert worker.settle([A])[0] == []
     worker.drop([A])
 
 
