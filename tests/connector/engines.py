@@ -116,12 +116,16 @@ async def encode(
 @contextmanager
 def bind_cores(workers: int) -> Iterator[None]:
     """Engines started meanwhile have this many workers."""
+    if workers == 1:
+        yield
+        return
     cores = sorted(os.sched_getaffinity(0))
     before = os.environ["VLLM_CPU_OMP_THREADS_BIND"]
-    if workers > 1:
-        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[n % len(cores)]) for n in range(workers))
-    yield
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = before
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[n % len(cores)]) for n in range(workers))
+    try:
+        yield
+    finally:
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = before
 
 
 def read_chunk(worker: object, id_: ChunkId) -> torch.Tensor:

@@ -95,7 +95,11 @@ class Starts:
                 engine.shutdown()
 
     def _begin(self, case: Case) -> None:
+        earlier = list(self._tasks.values())
+
         async def start() -> MemoryEngine:
+            if case.engine.get("tensor_parallel"):  # they must have read their environment before it is changed
+                await asyncio.gather(*earlier, return_exceptions=True)
             dtype = getattr(torch, settings_of(case, Path()).dtype)  # bfloat16's weights are the oracle's as well
             path = save_tiny_model(case.config(), self._tokenizer, self.path(case), dtype)
             with bind_cores(case.engine.get("tensor_parallel", 1)):
