@@ -44,17 +44,22 @@ def load(
     deadline: Annotated[float, typer.Option(min=1, help="Longest wait for an answer, in seconds.")] = 60.0,
     seed: Annotated[int, typer.Option(help="People and what they tell follow from it.")] = 0,
     page: Annotated[int | None, typer.Option(help="Port of locust's page, on 127.0.0.1.")] = None,
+    compare: Annotated[
+        int | None, typer.Option(min=1, help="Rounds: each memory mode alone, chats only, in phases of the duration.")
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help=f"{QUICK_S:.0f} seconds, few people: does it work.")] = False,
     json: Json = None,
     csv: Annotated[Path | None, typer.Option("--csv", dir_okay=False, help="Write a line a request.")] = None,
     plot: Annotated[Path | None, typer.Option("--plot", dir_okay=False, help="Write a PNG plot.")] = None,
 ) -> None:
     """Load a server with many users and check every answer. Exit status 1 where one was wrong or a fact was lost."""
+    if compare is not None and (csv or plot or rate):
+        raise MemshardError("--compare has phases of a closed loop; leave out --csv, --plot and --rate")
     if url is not None and deterministic is not None:
         raise MemshardError("--url names a server that runs; leave out --deterministic")
     check_targets(json, csv, plot)
     shares, modes = _mix(mix), _arms(arms)
-    from benchmarks import load_report, load_run
+    from benchmarks import load_compare, load_report, load_run
     from benchmarks.results import Report
 
     console = Console()
@@ -86,15 +91,20 @@ def load(
                 def went_on(passed_s: float) -> None:
                     spinner.update(f"{passed_s:.0f} of {ramp + duration:.0f} s")
 
-                result = load_run.run(plan, console.print, went_on)
+                if compare is None:
+                    results = [load_run.run(plan, console.print, went_on)]
+                else:
+                    results = load_run.compare(plan, compare, console.print, went_on)
     except KeyboardInterrupt:
         raise typer.Exit(processes.INTERRUPTED) from None
     finally:
         console.show_cursor()
-    for table in load_report.tables(result):
+    result = results[-1]
+    rows = list(load_report.rows(result) if compare is None else load_compare.rows(results))
+    for table in load_report.tables(result) if compare is None else load_compare.tables(results):
         console.print(table)
     if json is not None:
-        Report.of("load", list(load_report.rows(result))).write_json(json, **load_report.report(result))
+        Report.of("load", rows).write_json(json, **load_report.report(result))
     if csv is not None:
         load_report.write_csv(csv, result)
     if plot is not None:

@@ -32,13 +32,12 @@ def rows(result: LoadResult) -> Iterator[Row]:
             "arm": arm,
             "n": len(group),
             "errors": len(group) - len(answered),
-            "answered_per_s": len(answered) / result.seconds,
-            "text_pieces_per_s": sum(request.pieces for request in answered) / result.seconds,
+            "answered_per_s": result.per_second(group),
             "injected_tokens": sum(request.injected_tokens for request in answered),
             "fallbacks": sum(request.fallback is not None for request in answered),
-            **_percentiles("ttft", [r.ttft_s for r in answered if r.ttft_s is not None]),
-            **_percentiles("between_pieces", [gap for r in answered for gap in r.gaps_s]),
-            **_percentiles("total", [r.seconds for r in answered]),
+            **percentiles("ttft", [r.ttft_s for r in answered if r.ttft_s is not None]),
+            **percentiles("between_pieces", [gap for r in answered for gap in r.gaps_s]),
+            **percentiles("total", [r.seconds for r in answered]),
         }
     yield {
         "row": "run",
@@ -48,7 +47,7 @@ def rows(result: LoadResult) -> Iterator[Row]:
         "people": result.plan.people,
         "people_checked_at_the_end": result.checked_people,
         "requests": len(result.requests),
-        "answered_per_s": sum(r.error is None for r in result.requests) / result.seconds,
+        "answered_per_s": result.per_second(result.requests),
         "not_sent": result.not_sent,
         "wrong": sum(result.wrong.values()),
         **({} if (share := right_shard_share(result)) is None else {"right_shard_share": share}),
@@ -98,19 +97,28 @@ def tables(result: LoadResult) -> Iterator[Table]:
     for row in rows(result):
         if row["row"] == "requests":
             name = f"{row['kind']} {row['arm']}".strip()
-            times = (_ms(row, name) for name in ("ttft", "between_pieces", "total"))
+            times = (milliseconds(row, name) for name in ("ttft", "between_pieces", "total"))
             drawn.add_row(name, str(row["n"]), str(row["errors"]), f"{row['answered_per_s']:.1f}", *times)
     yield drawn
+    yield what_went_wrong([result])
+
+
+def what_went_wrong(results: Sequence[LoadResult]) -> Table:
+    """Wrong answers and errors by kind, over all phases of a run."""
+    last = results[-1]
     found = Table(title="What went wrong", show_header=False)
-    share = right_shard_share(result)
-    found.add_row("wrong answers and lost facts", str(sum(result.wrong.values())))
-    found.add_row("people whose facts were asked for at the end", f"{result.checked_people} of {plan.people}")
+    share = right_shard_share(last)
+    found.add_row("wrong answers and lost facts", str(sum(last.wrong.values())))
+    found.add_row("people whose facts were asked for at the end", f"{last.checked_people} of {last.plan.people}")
     found.add_row("calls at the right shard", "not told by this server" if share is None else f"{100 * share:.2f} %")
-    for what, count in (*result.wrong.items(), *errors(result).items()):
+    failed: Counter[str] = Counter()
+    for result in results:
+        failed.update(errors(result))
+    for what, count in (*last.wrong.items(), *failed.items()):
         found.add_row(f"  {what}", str(count))
-    if result.not_sent:
-        found.add_row("  not sent: too many in flight", str(result.not_sent))
-    yield found
+    if not_sent := sum(result.not_sent for result in results):
+        found.add_row("  not sent: too many in flight", str(not_sent))
+    return found
 
 
 def write_csv(path: Path, result: LoadResult) -> None:
@@ -183,14 +191,16 @@ def _groups(requests: Sequence[Request]) -> Iterator[tuple[str, str, list[Reques
         yield kind, arm, [request for request in requests if (request.kind, request.arm) == (kind, arm)]
 
 
-def _percentiles(name: str, values: Sequence[float]) -> dict[str, float]:
+def percentiles(name: str, values: Sequence[float]) -> dict[str, float]:
+    """As fields of a row, in seconds; none where nothing was measured."""
     if not values:
         return {}
     found = np.percentile(values, PERCENTILES)
     return {f"{name}_p{p}_s": float(value) for p, value in zip(PERCENTILES, found, strict=True)}
 
 
-def _ms(row: Row, name: str) -> str:
+def milliseconds(row: Row, name: str) -> str:
+    """A row's percentiles of that name, as a person reads them."""
     if f"{name}_p50_s" not in row:
         return ""
     return " / ".join(f"{MS * float(row[f'{name}_p{p}_s']):.0f}" for p in PERCENTILES)

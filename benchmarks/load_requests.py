@@ -43,26 +43,30 @@ class Request:
 class Requests:
     """Sends for everybody, and keeps what came back. Single-threaded: only at network waits do others run."""
 
-    def __init__(self, plan: LoadPlan, client: LoadClient, population: Population, model: str) -> None:
+    plan: LoadPlan
+
+    def __init__(self, client: LoadClient, population: Population, model: str) -> None:
         self.client = client
         self.population = population
-        self.done: list[Request] = []
+        self.model = model
         self.wrong: Counter[str] = Counter()
+        self.settled = 0  # people whose facts were listed at the end
+        self.tells: Callable[..., Any] = lambda **_: None  # locust's event, for its page
+        self._exact = model == deterministic.NAME
+        self._pending: list[tuple[Question, Answer]] = []
+
+    def begin(self, plan: LoadPlan) -> None:
+        """What comes now is a phase of its own, by this plan."""
+        self.plan = plan
+        self.done: list[Request] = []
         self.running = Pool()
         self.stopping = False
         self.sessions = 0
         self.not_sent = 0
-        self.settled = 0  # people whose facts were listed at the end
-        self.tells: Callable[..., Any] = lambda **_: None  # locust's event, for its page
-        self._plan = plan
-        self._model = model
-        self._exact = model == deterministic.NAME
-        self._mix = {kind: share for kind, share in plan.mix.items() if share > 0}
-        self._pending: list[tuple[Question, Answer]] = []
 
     def one(self, person: Person, rng: random.Random) -> None:
         """One request of the mix."""
-        kind = rng.choices(list(self._mix), list(self._mix.values()))[0]
+        kind = rng.choices(list(self.plan.mix), list(self.plan.mix.values()))[0]
         target = rng.choice(free) if kind in ("update", "delete") and (free := person.deletable()) else None
         if kind == "add" or (target is None and kind != "chat"):
             self._record("add", lambda: self._add(person))
@@ -71,7 +75,7 @@ class Requests:
         elif kind == "delete":
             self._record(kind, lambda: self._delete(person, str(target)))
         else:
-            arm = rng.choice(self._plan.arms)
+            arm = rng.choice(self.plan.arms)
             self._record(kind, lambda: self._chat(person, arm), arm)
 
     def tell(self, person: Person, texts: Sequence[str]) -> Failed | None:
@@ -152,9 +156,9 @@ class Requests:
         return {}
 
     def _chat(self, person: Person, arm: str) -> dict[str, Any]:
-        plan = self._plan
+        plan = self.plan
         asked = time.perf_counter()
-        answer = self.client.chat(self._model, person.user, person.question(), arm, plan.top_k, plan.max_tokens)
+        answer = self.client.chat(self.model, person.user, person.question(), arm, plan.top_k, plan.max_tokens)
         question = Question(person, arm, plan.top_k, asked, time.perf_counter())
         wrong = self.population.wrong(question, answer, self._exact)
         if wrong == UNKNOWN:

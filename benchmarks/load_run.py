@@ -14,9 +14,9 @@ import random
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 os.environ["LOCUST_SKIP_MONKEY_PATCH"] = "1"  # the client is gevent's own; nothing else here needs the patches
@@ -37,7 +37,6 @@ POPULATE_AT_ONCE = 16
 POPULATE_FACTS = 50  # a call
 STATUS_EVERY_S = 2.0
 SETTLE_S = 120.0
-CLOSE_S = 30.0
 MAX_IN_FLIGHT = 4_000  # of the open loop
 
 Say = Callable[[str], None]
@@ -68,8 +67,9 @@ class LoadPlan:
 
 @dataclass(slots=True)
 class LoadResult:
-    """What happened. `started` and `seconds` are of the part that is measured, ramp excluded; `statuses` are (time,
-    /status); `wrong` counts what must not happen."""
+    """What happened in the part that is measured, ramp excluded: requests that ended in it, or later but were sent
+    before its end. `began` is on `time.perf_counter`'s clock; `statuses` are (seconds from then, /status); `wrong`
+    counts what must not happen, over the whole run."""
 
     plan: LoadPlan
     model: str
@@ -79,45 +79,72 @@ class LoadResult:
     not_sent: int
     began: float
     seconds: float
-    checked_people: int
+    checked_people: int = 0
 
     @property
     def exact(self) -> bool:
         """Whether every word of every answer was checked."""
         return self.model == deterministic.NAME
 
+    def per_second(self, requests: Iterable[Request]) -> float:
+        """How many of them were answered a second."""
+        return sum(self._in_time(request) for request in requests) / self.seconds
+
+    def _in_time(self, request: Request) -> bool:
+        return request.error is None and request.at + request.seconds <= self.began + self.seconds
+
 
 def run(plan: LoadPlan, say: Say, went_on: Callable[[float], None] = lambda _: None) -> LoadResult:
     """Raises `MemshardError` where no server answers, or the people could not be made. `went_on` is told the seconds
     that went by, every second."""
+    with _people(plan, say) as requests:
+        result = _phase(plan, requests, went_on)
+        result.checked_people = _finish(requests, say)
+    return result
+
+
+def compare(
+    plan: LoadPlan, rounds: int, say: Say, went_on: Callable[[float], None] = lambda _: None
+) -> list[LoadResult]:
+    """Each of the plan's arms alone, chats only, one phase after the other; in every round in another order. All with
+    the same people. Raises as `run`."""
+    rng = random.Random(plan.seed)
+    with _people(plan, say) as requests:
+        results: list[LoadResult] = []
+        for round_ in range(rounds):
+            for arm in rng.sample(plan.arms, len(plan.arms)):
+                say(f"Round {round_ + 1} of {rounds}: {arm}")
+                results.append(_phase(replace(plan, mix={"chat": 1.0}, arms=(arm,)), requests, went_on))
+        checked = _finish(requests, say)
+    for result in results:
+        result.checked_people = checked
+    return results
+
+
+@contextmanager
+def _people(plan: LoadPlan, say: Say) -> Iterator[Requests]:
+    """Everybody, with their facts told and encoded."""
     client = LoadClient(plan.url, _connections(plan), plan.deadline_s)
     try:
         model = check_reachable(client, plan.url)
         population = Population(plan.people, uuid.uuid4().hex[:8], plan.seed, plan.zipf)
-        requests = Requests(plan, client, population, model)
+        requests = Requests(client, population, model)
         say(f"Telling {model} {plan.facts} facts about each of {plan.people} people")
         _each(population.people, lambda person: _populate(requests, person, plan.facts))
         _wait_encoded(client, say)
-        return _measure(plan, client, population, requests, model, say, went_on)
+        yield requests
     finally:
         client.close()
 
 
-def _measure(
-    plan: LoadPlan,
-    client: LoadClient,
-    population: Population,
-    requests: Requests,
-    model: str,
-    say: Say,
-    went_on: Callable[[float], None],
-) -> LoadResult:
+def _phase(plan: LoadPlan, requests: Requests, went_on: Callable[[float], None]) -> LoadResult:
+    requests.begin(plan)
     environment = Environment(user_classes=[_user_class(plan, requests)], events=Events(), host=plan.url)
     requests.tells = environment.events.request.fire
     runner = environment.create_local_runner()
     page = environment.create_web_ui("127.0.0.1", plan.page_port) if plan.page_port is not None else None
     statuses: list[tuple[float, dict[str, Any]]] = []
-    watching = gevent.spawn(_watch, client, statuses)
+    watching = gevent.spawn(_watch, requests.client, statuses)
     began = time.perf_counter()
     runner.start(1 if plan.rate else plan.users, plan.users / plan.ramp_s if plan.ramp_s else plan.users)
     try:
@@ -128,29 +155,26 @@ def _measure(
         ended = time.perf_counter()
         requests.stopping = True
         runner.stop()
-        requests.running.join(CLOSE_S)
+        requests.running.join(plan.deadline_s)
         watching.kill()
-        _look(client, statuses)
+        _look(requests.client, statuses)
         if page is not None:
             page.stop()
         runner.quit()
+    began += plan.ramp_s
+    done = [request for request in requests.done if request.at + request.seconds >= began]
+    seen = [(at - began, status) for at, status in statuses]
+    return LoadResult(plan, requests.model, done, seen, requests.wrong, requests.not_sent, began, ended - began)
+
+
+def _finish(requests: Requests, say: Say) -> int:
+    """Checks what was kept of everybody, then has them forgotten; how many could be checked."""
     say("Asking what was kept")
-    _each(population.people, lambda person: _settle(requests, person))
+    _each(requests.population.people, lambda person: _settle(requests, person))
     requests.judge_pending()
     say("Forgetting everybody")
-    _each(population.people, lambda person: _forget(client, person))
-    measured_from = began + plan.ramp_s
-    return LoadResult(
-        plan,
-        model,
-        [request for request in requests.done if request.at >= measured_from],
-        [(at - measured_from, status) for at, status in statuses],
-        requests.wrong,
-        requests.not_sent,
-        measured_from,
-        ended - measured_from,
-        requests.settled,
-    )
+    _each(requests.population.people, lambda person: _forget(requests.client, person))
+    return requests.settled
 
 
 def _user_class(plan: LoadPlan, requests: Requests) -> type[User]:

@@ -11,9 +11,9 @@ import pytest
 from local_cluster import LocalCluster, local_cluster
 from rich.console import Console
 
-from benchmarks import load_report
+from benchmarks import load_compare, load_report
 from benchmarks.load_client import LoadClient
-from benchmarks.load_run import LoadPlan, LoadResult, run
+from benchmarks.load_run import LoadPlan, LoadResult, compare, run
 from benchmarks.results import Report
 from connector.plan import PromptPlan
 from deployments.deterministic import DeterministicEngine
@@ -53,6 +53,20 @@ def test_an_open_loop_sends_about_as_many_as_it_should(cluster: LocalCluster) ->
     result = loaded(cluster, rate=60.0, duration_s=2.0, ramp_s=0.0)
     assert result.wrong == Counter()
     assert 60 <= len(result.requests) + result.not_sent <= 200
+
+
+def test_memory_modes_are_compared_each_alone_with_the_same_people(cluster: LocalCluster) -> None:
+    plan = LoadPlan(cluster.url, 4, 4, MIX, ("inject", "off"), users=4, duration_s=0.5, ramp_s=0.0, think_s=0.0)
+    results = compare(plan, 2, lambda _: None)
+    assert [len(result.plan.arms) for result in results] == [1] * 4
+    assert {request.kind for result in results for request in result.requests} == {"chat"}
+    rows = {row["arm"]: row for row in load_compare.rows(results)}
+    assert rows["off"]["over_off"] == 1.0
+    assert rows["inject"]["rounds"] == 2
+    assert results[-1].wrong == Counter()
+    console = Console(record=True, width=200)
+    console.print(*load_compare.tables(results))
+    assert "over off" in console.export_text()
 
 
 def test_another_users_memory_in_an_answer_is_seen(cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:
