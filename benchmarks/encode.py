@@ -45,7 +45,7 @@ ARMS: tuple[Arm, ...] = ("alone", "encoding")
 WINDOWS = (0, 5, 20, 50)
 AT_ONCE_FACTS = 90
 TURNS, TURN_FACTS = 25, 2  # with one new window of 50 facts among them, as in every 50 facts
-ROUNDS, QUICK_ROUNDS = (5, 6), (1, 2)  # of the costs, of the chats
+ROUNDS, QUICK_ROUNDS = (4, 5), (1, 2)  # of the costs, of the chats
 CHATS_A_ROUND = 10
 
 TOP_K = 20
@@ -192,10 +192,10 @@ async def _encoding(home: OpenShard, round_: int) -> AsyncIterator[None]:
         for task in tasks:
             task.cancel()
         ended = await asyncio.gather(*tasks, return_exceptions=True)
-        for owner in owners:
-            await home.shard.encoder.submit(owner, _chunks(home, 0))  # wants nothing any more
-            await home.shard.encoder.settled(owner)
-            await home.shard.encoder.forget(home.shard.ledger.ids_of(owner))
+    for owner in owners:
+        await home.shard.encoder.submit(owner, _chunks(home, 0))  # wants nothing any more
+        await home.shard.encoder.settled(owner)
+        await home.shard.encoder.forget(home.shard.ledger.ids_of(owner))
     for failure in ended:
         if not isinstance(failure, asyncio.CancelledError) and failure is not None:
             raise failure
