@@ -60,6 +60,7 @@ def load(
     check_targets(json, csv, plot)
     shares, modes = _mix(mix), _arms(arms)
     from benchmarks import load_compare, load_report, load_run
+    from benchmarks.load_plan import LoadPlan
     from benchmarks.results import Report
 
     console = Console()
@@ -67,7 +68,7 @@ def load(
         people, facts, duration, ramp = min(people, 10), min(facts, 10), min(duration, QUICK_S), min(ramp, 1.0)
     try:
         with processes.interruptible(), _server(console, url, deterministic) as address:
-            plan = load_run.LoadPlan(
+            plan = LoadPlan(
                 url=address,
                 people=people,
                 facts=facts,

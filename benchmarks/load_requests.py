@@ -8,16 +8,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gevent.pool import Pool
 
 from benchmarks.load_client import Answer, Failed, LoadClient
 from benchmarks.load_people import NEVER, Person, Population, Question, Told
+from benchmarks.load_plan import LoadPlan
 from deployments import deterministic
-
-if TYPE_CHECKING:
-    from benchmarks.load_run import LoadPlan
 
 UNKNOWN = "unknown fact"
 

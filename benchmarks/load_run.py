@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 import time
 import uuid
 from collections import Counter
@@ -29,6 +30,7 @@ from locust.event import Events
 
 from benchmarks.load_client import Failed, LoadClient, check_reachable
 from benchmarks.load_people import Person, Population, settle
+from benchmarks.load_plan import LoadPlan
 from benchmarks.load_requests import Request, Requests
 from deployments import deterministic
 from sharding.errors import MemshardError
@@ -40,29 +42,6 @@ SETTLE_S = 120.0
 MAX_IN_FLIGHT = 4_000  # of the open loop
 
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class LoadPlan:
-    """`rate` (requests a second) makes the loop open; else `users` sessions close it. Times are seconds."""
-
-    url: str
-    people: int
-    facts: int  # each person's, before it begins
-    mix: dict[str, float]  # shares of chat, add, update, delete
-    arms: tuple[str, ...]  # of the chats: inject, prompt, off
-    users: int = 10
-    rate: float | None = None
-    duration_s: float = 60.0
-    ramp_s: float = 5.0
-    think_s: float = 1.0  # mean, exponential
-    turns: float = 5.0  # of a session, mean, geometric
-    zipf: float = 1.0
-    top_k: int = 10
-    max_tokens: int = 50
-    deadline_s: float = 60.0
-    seed: int = 0
-    page_port: int | None = None
 
 
 @dataclass(slots=True)
@@ -142,15 +121,15 @@ def _phase(plan: LoadPlan, requests: Requests, went_on: Callable[[float], None])
     environment = Environment(user_classes=[_user_class(plan, requests)], events=Events(), host=plan.url)
     requests.tells = environment.events.request.fire
     runner = environment.create_local_runner()
-    page = environment.create_web_ui("127.0.0.1", plan.page_port) if plan.page_port is not None else None
     statuses: list[tuple[float, dict[str, Any]]] = []
     watching = gevent.spawn(_watch, requests.client, statuses)
     began = time.perf_counter()
     runner.start(1 if plan.rate else plan.users, plan.users / plan.ramp_s if plan.ramp_s else plan.users)
     try:
-        while (passed := time.perf_counter() - began) < plan.ramp_s + plan.duration_s:
-            went_on(passed)
-            gevent.sleep(min(1.0, plan.ramp_s + plan.duration_s - passed))
+        with _page(environment, plan.page_port):
+            while (passed := time.perf_counter() - began) < plan.ramp_s + plan.duration_s:
+                went_on(passed)
+                gevent.sleep(min(1.0, plan.ramp_s + plan.duration_s - passed))
     finally:
         ended = time.perf_counter()
         requests.stopping = True
@@ -158,13 +137,26 @@ def _phase(plan: LoadPlan, requests: Requests, went_on: Callable[[float], None])
         requests.running.join(plan.deadline_s)
         watching.kill()
         _look(requests.client, statuses)
-        if page is not None:
-            page.stop()
         runner.quit()
     began += plan.ramp_s
     done = [request for request in requests.done if request.at + request.seconds >= began]
     seen = [(at - began, status) for at, status in statuses]
     return LoadResult(plan, requests.model, done, seen, requests.wrong, requests.not_sent, began, ended - began)
+
+
+@contextmanager
+def _page(environment: Environment, port: int | None) -> Iterator[None]:
+    """locust's page, which reads the command's arguments as its own."""
+    if port is None:
+        yield
+        return
+    arguments, sys.argv = sys.argv, sys.argv[:1]
+    page = environment.create_web_ui("127.0.0.1", port)
+    try:
+        yield
+    finally:
+        page.stop()
+        sys.argv = arguments
 
 
 def _finish(requests: Requests, say: Say) -> int:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from geventhttpclient import HTTPClient
 from local_cluster import LocalCluster, local_cluster
 from rich.console import Console
 
 from benchmarks import load_compare, load_report
 from benchmarks.load_client import LoadClient
-from benchmarks.load_run import LoadPlan, LoadResult, compare, run
+from benchmarks.load_plan import LoadPlan
+from benchmarks.load_run import LoadResult, compare, run
 from benchmarks.results import Report
+from benchmarks.server import free_port
 from connector.plan import PromptPlan
 from deployments.deterministic import DeterministicEngine
 from sharding.errors import MemshardError
@@ -98,6 +102,20 @@ def test_what_fails_is_counted_by_kind_and_is_not_wrong(cluster: LocalCluster) -
             shard._max_requests_in_flight = 99
     assert load_report.errors(result)["429 shard_busy"] > 0
     assert result.wrong == Counter()
+
+
+def test_locusts_page_is_there_while_it_runs(cluster: LocalCluster) -> None:
+    port, seen = free_port(), []
+
+    def look(passed_s: float) -> None:
+        if passed_s > 0.5:
+            http = HTTPClient("127.0.0.1", port)
+            seen.append({stat["name"] for stat in json.loads(http.get("/stats/requests").read())["stats"]})
+            http.close()
+
+    plan = LoadPlan(cluster.url, 3, 3, MIX, ("inject",), users=3, duration_s=2.0, ramp_s=0.0, think_s=0.01)
+    run(replace(plan, page_port=port), lambda _: None, look)
+    assert "inject" in seen[-1]
 
 
 def test_a_report_has_every_kind_and_arm_in_json_csv_and_a_plot(closed: LoadResult, tmp_path: Any) -> None:
