@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -20,6 +21,13 @@ Json = Annotated[Path | None, typer.Option("--json", dir_okay=False, help="Write
 Plot = Annotated[Path | None, typer.Option("--plot", dir_okay=False, help="Write a PNG plot to this file.")]
 Url = Annotated[str | None, typer.Option("--url", help="A running server; by default one is started and stopped.")]
 Model = Annotated[Path | None, typer.Option(help="Directory of the language model; by default the packaged one.")]
+
+
+class Device(StrEnum):
+    """Where to compose."""
+
+    cpu = "cpu"
+    cuda = "cuda"
 
 
 @app.callback()
@@ -66,6 +74,32 @@ def ttft(
             x="facts in memory (about 25 tokens each)",
             y="ms, median and quartiles",
         )
+
+
+@app.command()
+def compose(
+    quick: Quick = False,
+    json: Json = None,
+    model: Annotated[Path | None, typer.Option(help="A model's directory, for its shape alone.")] = None,
+    device: Annotated[Device, typer.Option(help="With cuda, the shape is Llama-3.1-8B's by default.")] = Device.cpu,
+) -> None:
+    """Composing 1,250 tokens of memory, against a copy of the same bytes."""
+    check_targets(json, None)
+    from benchmarks import compose
+    from benchmarks.results import Report
+    from cluster.models import prepare_language_model
+    from cluster.settings import Settings
+
+    console = Console()
+    if model is None and device is Device.cuda:
+        shape = compose.LLAMA_8B
+    else:
+        shape = compose.model_of(prepare_language_model(Settings.from_environment(model=model), console.print))
+    measured = compose.measure(shape, device.value, compose.QUICK_ROUNDS if quick else compose.ROUNDS)
+    found = list(compose.rows(shape, device.value, measured))
+    console.print(compose.table(found))
+    if json is not None:
+        Report.of("compose", found).write_json(json)
 
 
 @app.command()

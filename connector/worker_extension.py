@@ -26,7 +26,7 @@ class MemoryWorkerExtension:
         a `digest` of its weights' shapes, dtype, rotation and a sample of their values."""
         worker = _worker_side()
         model = self.model_runner.get_model()
-        worker.prove(model, _rotate_by_op)
+        worker.prove(model, rotate_by_op)
         if worker.refusal is not None or worker.store is None or not worker.rotations:
             return {"refusal": worker.refusal or "its caches were never registered"}
         digest = hashlib.blake2b(digest_size=16)
@@ -62,7 +62,7 @@ def _worker_side() -> WorkerSide:
     return connector.worker
 
 
-def _rotate_by_op(keys: torch.Tensor, table: torch.Tensor, neox: bool) -> None:
+def rotate_by_op(keys: torch.Tensor, table: torch.Tensor, neox: bool) -> None:
     """vLLM's own rotary kernel, which takes float32 here: three times faster than plain torch on a CPU core."""
     positions = torch.arange(keys.shape[0], device=keys.device)
     ops.rotary_embedding(positions, keys.view(keys.shape[0], -1), None, keys.shape[-1], table, neox)
