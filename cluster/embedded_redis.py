@@ -178,6 +178,7 @@ def _spawn(directory: Path, port: int, lock: IO[str]) -> subprocess.Popen[bytes]
 def _die_with(parent: int) -> None:
     """Runs in the child between fork and exec."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a file that may not grow is an error to report, like a full disk
     if os.getppid() != parent:  # it died before the line above
         os._exit(1)
 

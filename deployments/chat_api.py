@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -54,10 +54,10 @@ def chat_routes(calls: OwnerCalls, settings: GatewaySettings) -> APIRouter:
         named = body.caller(_header_user_id(request))
         user = None if named is None else caller_of(request).owner(Entity("user", named))
         call = body.to_call(uuid.uuid4().hex, user, settings.default_top_k, settings.max_top_k)
-        events = calls.chat(user, call)
         frame = _Frame(call, settings.model)
         if not body.stream:
-            return JSONResponse(await _completion(events, frame))
+            return JSONResponse(_completion(await calls.whole_chat(user, call), frame))
+        events = calls.chat(user, call)
         include_usage = body.stream_options is not None and body.stream_options.include_usage
         started = _expect(ChatStarted, await anext(events, None))
         return EventStream(_stream(started, events, frame, include_usage, request.state.request_id))
@@ -91,17 +91,11 @@ class _Frame:
         return {**self._head, "object": "chat.completion.chunk", "choices": [], "usage": counts}
 
 
-async def _completion(events: AsyncGenerator[ChatEvent, None], frame: _Frame) -> JSONObject:
+def _completion(events: Sequence[ChatEvent], frame: _Frame) -> JSONObject:
     """The whole answer as one object."""
-    texts: list[str] = []
-    finished = None
-    async with aclosing(events):
-        started = _expect(ChatStarted, await anext(events, None))
-        async for piece in events:  # to its end, so that the shard's last step is not taken for a hang-up
-            if isinstance(piece, ChatFinished):
-                finished = piece
-            else:
-                texts.append(_expect(ChatDelta, piece).text)
+    started = _expect(ChatStarted, events[0] if events else None)
+    texts = [piece.text for piece in events if isinstance(piece, ChatDelta)]
+    finished = next((piece for piece in events if isinstance(piece, ChatFinished)), None)
     if finished is None:
         raise _cut_short()
     message = {"role": "assistant", "content": "".join(texts), "refusal": None}

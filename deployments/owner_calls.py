@@ -1,10 +1,12 @@
 """Calls to the shard that owns a user, with the one retry that makes stale placements invisible to clients.
 
-`WrongShard` and `ShardGone` mean "not there": before a chat's first event, and for every other call (all of them
+`WrongShard` and `ShardGone` mean "not there", and so does a shard whose heartbeat ran out while it was waited for, or
+that does not reach Redis where this gateway does. Before a chat's first event, and for every other call (all of them
 may be repeated: adding a fact twice is one fact, and answered as the first time), the directory is asked again and the
 call is sent once more.
-After the first token nothing is retried. A second failure is `Unavailable`, with one exception: a shard that first
-could not be reached and by then is known to be dead, whose user another shard can claim.
+After the first token nothing is retried, unless the client gets the answer as a whole. A second failure is
+`Unavailable`, with one exception: a shard that first could not be reached and by then is known to be dead, whose user
+another shard can claim.
 
 Only `add` makes a user: every other call for one whom nobody has stored anything for is `NotFound`, and a chat is
 answered by any shard, without memory.
@@ -24,7 +26,7 @@ from deployments.owners import Owners
 from deployments.shard_client import Shards
 from deployments.telemetry import FIRST_TOKEN, RETRIES, about, step
 from sharding.errors import DeadlineExceeded, NotFound, ShardGone, Unavailable, WrongShard
-from sharding.ids import Placement, UserId
+from sharding.ids import Placement, ShardId, UserId
 
 T = TypeVar("T")
 
@@ -63,12 +65,14 @@ class OwnerCalls:
             nonlocal lost
             try:
                 await hop(placement, deadline_s)
-            except ShardGone:
-                lost = True
-                raise
+            except WrongShard:
+                raise  # refused: nothing was done
             except NotFound:
                 if not lost:
                     raise
+            except BaseException:  # cancelled, where the shard's heartbeat ran out meanwhile
+                lost = True
+                raise
 
         await self.call(user, attempt)
 
@@ -80,16 +84,30 @@ class OwnerCalls:
                 placement = await place(user)
             about(user=user, shard=placement.shard, epoch=placement.epoch)
             try:
-                return await hop(placement, left_s())
-            except (WrongShard, ShardGone) as error:
-                self._owners.distrust(placement.shard, user, error)
+                async with self._owners.watched(placement.shard):
+                    return await hop(placement, left_s())
+            except (WrongShard, ShardGone, Unavailable) as error:
+                failures.append(await self._misplaced(placement.shard, user, error))
                 RETRIES.labels(type(error).__name__).inc()
-                failures.append(error)
         raise _unavailable() from failures[-1]
 
-    async def chat(self, user: UserId | None, call: ChatCall) -> AsyncGenerator[ChatEvent, None]:
-        """The events of `call`, whose placement is filled in here: None for a caller without identity or memory."""
+    async def whole_chat(self, user: UserId | None, call: ChatCall) -> list[ChatEvent]:
+        """As `chat`, for a client that sees nothing before the end: a shard that is lost on the way costs a retry."""
         left_s = self._countdown()
+        try:
+            return [event async for event in self._chat(user, call, left_s)]
+        except Unavailable as error:
+            if "lost" not in error.details:
+                raise
+        return [event async for event in self._chat(user, call, left_s)]
+
+    def chat(self, user: UserId | None, call: ChatCall) -> AsyncGenerator[ChatEvent, None]:
+        """The events of `call`, whose placement is filled in here: None for a caller without identity or memory."""
+        return self._chat(user, call, self._countdown())
+
+    async def _chat(
+        self, user: UserId | None, call: ChatCall, left_s: Callable[[], float]
+    ) -> AsyncGenerator[ChatEvent, None]:
         began = time.perf_counter()
         failures: list[Misplaced] = []
         while _may_try(failures):
@@ -101,19 +119,38 @@ class OwnerCalls:
             try:
                 events = self._shards.chat(shard, replace(call, placement=placement), left_s())
                 async with aclosing(events):
-                    async for event in events:
+                    while True:
+                        async with self._owners.watched(shard):
+                            event = await anext(events, None)
+                        if event is None:
+                            return
                         if not started:
                             FIRST_TOKEN.labels(call.mode, "gateway").observe(time.perf_counter() - began)
                         started = True
                         yield event
-                return
-            except (WrongShard, ShardGone) as error:
-                self._owners.distrust(shard, user, error)
+            except (WrongShard, ShardGone, Unavailable) as error:
+                failures.append(await self._misplaced(shard, user, error))
                 if started:
-                    raise Unavailable("The shard was lost while it answered; send the request again.") from error
+                    lost = "The shard was lost while it answered; send the request again."
+                    raise Unavailable(lost, lost=1) from error
                 RETRIES.labels(type(error).__name__).inc()
-                failures.append(error)
         raise _unavailable() from failures[-1]
+
+    async def _misplaced(
+        self, shard: ShardId, user: UserId | None, error: WrongShard | ShardGone | Unavailable
+    ) -> Misplaced:
+        """What a failed call says of the placement it went by. Raises `error` where it says nothing."""
+        if not isinstance(error, Unavailable):
+            self._owners.distrust(shard, user, error)
+            return error
+        unconfirmed = "unconfirmed" in error.details  # the shard will serve, if we found Redis away, too
+        reaches_redis = ("cause" in error.details or unconfirmed) and await self._owners.reaches_redis()
+        if not (reaches_redis or unconfirmed):
+            raise error
+        alone = ShardGone(f"Shard {shard} does not reach Redis.", shard=shard, certain=False)
+        if reaches_redis:
+            self._owners.distrust(shard, user, alone)
+        return alone
 
     def _countdown(self) -> Callable[[], float]:
         """A function that returns the seconds left; raises DeadlineExceeded when there are none."""

@@ -1,10 +1,13 @@
 """Which shard a request goes to: the user's owner, or any shard for a caller without memory.
 
-    a placement in the cache                 -> that; no round trip, also while Redis is away
+    a placement in the cache, owner alive    -> that; no round trip, also while Redis is away
     a placement in the directory, owner alive -> that, and into the cache
     a placement whose owner is gone          -> the policy picks a live shard, the directory decides who wins
     none                                     -> the same, but only to store something: whoever asks for ids that do not
                                                 exist must not fill Redis
+
+Whether a cached owner is alive is known from the heartbeats, read once a second beside the requests. While Redis is
+away placements say so (`Placement.redis_away`): only then may an owner serve that cannot ask Redis itself.
 
 A cached placement may be stale; the shard finds that out (`WrongShard`) and `owner_calls.py` asks again here. What
 "gone" means: no heartbeat in Redis, or Ray said for certain that the replica ended (`ShardGone`, `certain=True`),
@@ -17,7 +20,9 @@ import asyncio
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from typing import Protocol
 from zlib import crc32
 
@@ -67,6 +72,9 @@ class Owners:
         self._reading = asyncio.Lock()
         self._gone: set[ShardId] = set()  # certainly ended; replica ids are never reused
         self._turn = itertools.count()
+        self._reader: asyncio.Task[bool] | None = None
+        self._waiting: dict[ShardId, set[asyncio.Timeout]] = {}
+        self._watching: asyncio.Task[None] | None = None
 
     async def owner(self, user: UserId) -> Placement:
         """The placement to send this user's request to; one who has none gets one. Raises Unavailable."""
@@ -76,7 +84,12 @@ class Owners:
         """As `owner`, but None for a user for whom nothing was ever stored. Raises Unavailable."""
         cached = self._cache.get(user)
         if cached is not None and cached.shard not in self._gone:
-            return cached
+            if self._redis_is_away():
+                self._read_soon()
+                return replace(cached, redis_away=True)
+            if not self._is_missing(cached.shard):
+                self._read_soon()
+                return cached
         placement = await self._directory.lookup(user)
         if placement is None:
             return None
@@ -143,6 +156,57 @@ class Owners:
         """The report that was just relied on has one user more: else all new users of its lifetime go to one shard."""
         if (report := self._reports.get(shard)) is not None:
             self._reports[shard] = report.model_copy(update={"users": report.users + 1})
+
+    async def reaches_redis(self) -> bool:
+        """Whether Redis answers now."""
+        try:
+            await self.live(newest=True)
+        except Unavailable:
+            return False
+        return True
+
+    @asynccontextmanager
+    async def watched(self, shard: ShardId) -> AsyncIterator[None]:
+        """Wait for a shard, but not when its heartbeat has run out (it hangs, or cannot be reached): then ShardGone."""
+        try:
+            async with asyncio.timeout(None) as wait:
+                waiting = self._waiting.setdefault(shard, set())
+                waiting.add(wait)
+                if self._watching is None or self._watching.done():
+                    self._watching = asyncio.create_task(self._watch())
+                try:
+                    yield
+                finally:
+                    waiting.discard(wait)
+        except TimeoutError:
+            if not wait.expired():
+                raise
+            raise ShardGone(f"Shard {shard} has stopped its heartbeat.", shard=shard, certain=False) from None
+
+    async def _watch(self) -> None:
+        """Runs while anybody waits for a shard."""
+        while self._waiting:
+            await asyncio.sleep(self._reports_ttl_s)
+            for shard in [shard for shard, waiting in self._waiting.items() if not waiting]:
+                del self._waiting[shard]
+            with suppress(Unavailable):
+                for shard in list(self._waiting):
+                    if not await self._is_alive(shard):
+                        for wait in self._waiting.pop(shard, ()):
+                            wait.reschedule(0.0)
+
+    def _redis_is_away(self) -> bool:
+        return self._failed_at > self._read_at
+
+    def _is_missing(self, shard: ShardId) -> bool:
+        """Whether the shard has no heartbeat, as of reports that are new enough to know."""
+        return shard not in self._reports and self._clock() - self._read_at <= 2 * self._reports_ttl_s
+
+    def _read_soon(self) -> None:
+        """Read the heartbeats beside the requests, where that was not done lately."""
+        lately = self._clock() - max(self._read_at, self._failed_at) < self._reports_ttl_s
+        if not lately and (self._reader is None or self._reader.done()):
+            self._reader = asyncio.create_task(self.reaches_redis())
 
     async def _is_alive(self, shard: ShardId) -> bool:
         """Whether the shard has a heartbeat; a shard missing from old reports may be newer than they are."""

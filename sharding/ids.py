@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NewType
 
 UserId = NewType("UserId", str)
@@ -17,8 +17,12 @@ ShardId = NewType("ShardId", str)
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Who owns a user's memory: exactly one shard, under an epoch that only grows."""
+    """Who owns a user's memory: exactly one shard, under an epoch that only grows.
+
+    `redis_away`: whoever sends it found Redis away, too. No part of what it says.
+    """
 
     user: UserId
     shard: ShardId
     epoch: int
+    redis_away: bool = field(default=False, compare=False)

@@ -4,7 +4,9 @@
                                              ├ held, but the lease ran out ─ ask the directory ──┤
                                              └ not held, or a newer epoch ── ask, then load ─────┘
 
-A `UserMemory` is a cache over `FactStore`: losing one costs a load. Refused with `WrongShard`: another shard's
+A `UserMemory` is a cache over `FactStore`: losing one costs a load. While Redis is away, users are served without
+asking for a while, but only to callers who say that it is away for them, too (`Placement.redis_away`): a shard that is
+alone in not reaching Redis has lost its users to others, and cannot know. Refused with `WrongShard`: another shard's
 users, epochs older than the one held, epochs the directory does not confirm.
 """
 
@@ -91,7 +93,7 @@ class UserTable:
         """The user's memory, loaded on first touch; the caller may rely on it until its next await (else: `use`).
 
         Raises `WrongShard` if this shard does not own the user under this epoch, `Busy` if every place is taken
-        by a user in use, `Unavailable` if Redis is needed and away.
+        by a user in use, `Unavailable` if Redis is needed and away (with `unconfirmed` where the user is held).
         """
         if placement.shard != self._me:
             raise not_owner(placement)
@@ -99,15 +101,17 @@ class UserTable:
         if resident and placement.epoch < resident.memory.placement.epoch:
             raise not_owner(placement)
         held = resident if resident and resident.memory.placement == placement else None
-        if held and held.term == self.lease.term and self._may_serve_unasked():
+        if held and held.term == self.lease.term and self._may_serve_unasked(placement):
             self._residents.move_to_end(placement.user)
             return held.memory
         try:
             return await self._admitted(placement)
-        except Unavailable:
+        except Unavailable as error:
             self._ask_again_at = self.lease.clock() + ASK_AGAIN_S
             if held and held.term == self.lease.term and self.lease.in_grace():
-                return held.memory
+                if placement.redis_away:
+                    return held.memory
+                raise Unavailable(error.message, **error.details, unconfirmed=True) from error
             raise
 
     def drop(self, placement: Placement) -> None:
@@ -131,9 +135,9 @@ class UserTable:
             assert resident.term <= self.lease.term, "a user was verified in a lease that is yet to come"
             resident.memory.check_integrity()
 
-    def _may_serve_unasked(self) -> bool:
-        redis_just_failed = self.lease.clock() < self._ask_again_at
-        return self.lease.valid() or (redis_just_failed and self.lease.in_grace())
+    def _may_serve_unasked(self, placement: Placement) -> bool:
+        away = placement.redis_away and self.lease.clock() < self._ask_again_at
+        return self.lease.valid() or (away and self.lease.in_grace())
 
     async def _admitted(self, placement: Placement) -> UserMemory:
         """Verify and load once for all who ask at the same time; one who gives up does not stop it for the others."""

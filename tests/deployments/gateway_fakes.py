@@ -168,9 +168,9 @@ class FakeShards(Shards):
             raise ShardGone(f"Shard {shard} does not exist.", shard=shard, certain=here is not None)
         if placement is not None and self.directory.placements.get(placement.user) != placement:
             raise WrongShard("The epoch is over.", shard=shard)
-        if here.refuse_with is not None:
+        if (refusal := here.refuse_with) is not None:
             here.then()
-            raise here.refuse_with
+            raise refusal
         return here
 
 

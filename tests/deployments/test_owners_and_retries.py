@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import httpx
@@ -9,6 +10,7 @@ import pytest
 from gateway_fakes import MODEL, Cluster, FakeShard
 
 from deployments.memory_calls import AddCall
+from deployments.messages import ChatCall, ChatFinished, ChatStarted, Sampling
 from deployments.owner_calls import OwnerCalls
 from deployments.owners import Owners
 from sharding.directory import PlacementCache
@@ -187,3 +189,75 @@ async def test_a_deletion_that_only_went_to_the_wrong_shard_finds_nothing_where_
     await client.get("/v1/memories?user_id=ada")
     cluster.directory.placements[ADA] = Placement(ADA, ShardId("shard-b"), 2)
     assert (await client.delete("/v1/memories/none?user_id=ada")).status_code == 404
+
+
+def watchful(cluster: Cluster) -> OwnerCalls:
+    """The calls of a gateway that reads heartbeats a hundred times as often."""
+    owners = Owners(cluster.directory, PlacementPolicy(), PlacementCache(10), reports_ttl_s=0.01)
+    return OwnerCalls(cluster.shards, owners, deadline_s=20.0)
+
+
+def question() -> ChatCall:
+    return ChatCall("r", None, ({"role": "user", "content": "hello"},), Sampling())
+
+
+async def test_a_shard_that_hangs_is_left_when_its_heartbeat_has_run_out(cluster: Cluster) -> None:
+    calls, hung = watchful(cluster), cluster.place(ADA)
+    hung.stall_before_start = True
+    chat = asyncio.create_task(calls.whole_chat(ADA, question()))
+    await asyncio.sleep(0.1)
+    assert not chat.done(), "it has a heartbeat: it may just be slow"
+    del cluster.directory.reports[hung.id]
+    events = await chat
+    assert isinstance(events[-1], ChatFinished)
+    assert cluster.shards.of(ADA) is cluster.other_than(hung)
+    assert hung.aborted.is_set()
+
+
+async def test_while_redis_is_away_nobody_is_taken_for_dead(cluster: Cluster) -> None:
+    calls, slow = watchful(cluster), cluster.place(ADA)
+    await calls.whole_chat(ADA, question())
+    slow.stall_before_start = True
+    chat = asyncio.create_task(calls.whole_chat(ADA, question()))
+    await asyncio.sleep(0.05)
+    cluster.directory.away = True
+    await asyncio.sleep(0.1)
+    assert not chat.done()
+    chat.cancel()
+
+
+async def test_a_cached_owner_without_a_heartbeat_is_left_although_it_answers(cluster: Cluster) -> None:
+    calls, cut_off = watchful(cluster), cluster.place(ADA)
+    await calls.whole_chat(ADA, question())
+    del cluster.directory.reports[cut_off.id]
+    await asyncio.sleep(0.02)
+    for _ in range(2):  # the first has the heartbeats read, beside itself
+        await calls.whole_chat(ADA, question())
+        await asyncio.sleep(0.01)
+    assert cluster.shards.of(ADA) is cluster.other_than(cut_off)
+
+
+@pytest.mark.parametrize("away", [False, True])
+async def test_a_shard_that_cannot_ask_redis_serves_only_where_the_gateway_cannot_either(
+    cluster: Cluster, away: bool
+) -> None:
+    calls, doubtful = watchful(cluster), cluster.place(ADA)
+    await calls.whole_chat(ADA, question())
+    cluster.directory.away = away
+    del cluster.directory.reports[doubtful.id]
+    doubtful.refuse_with = Unavailable("Redis is away.", unconfirmed=True)
+    doubtful.then = lambda: setattr(doubtful, "refuse_with", None)
+    await calls.whole_chat(ADA, question())
+    served = doubtful if away else cluster.other_than(doubtful)
+    assert cluster.shards.of(ADA) is served
+    placement = served.chats[-1].placement
+    assert placement is not None
+    assert placement.redis_away == away
+
+
+async def test_a_whole_answer_survives_a_shard_that_is_lost_on_the_way(cluster: Cluster) -> None:
+    calls, lost = watchful(cluster), cluster.place(ADA)
+    lost.break_with = ShardGone("It died.", certain=True)
+    events = await calls.whole_chat(ADA, question())
+    assert [type(event) for event in events].count(ChatStarted) == 1
+    assert isinstance(events[-1], ChatFinished)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from datetime import UTC, datetime
 
 import pytest
@@ -182,13 +183,29 @@ async def test_without_redis_a_held_user_is_served_until_the_grace_ends(own_valk
         with pytest.raises(Unavailable):
             await shard.table.get(unseen)
         shard.now += TTL_S + GRACE_S - 0.5
+        away = replace(placement, redis_away=True)
         for _ in range(3):
-            assert await shard.table.get(placement) is memory
+            assert await shard.table.get(away) is memory
         assert shard.lookups == [ALICE, BOB, ALICE]  # not every request waits for Redis to fail again
         shard.now += 0.5
         with pytest.raises(Unavailable):
-            await shard.table.get(placement)
+            await shard.table.get(away)
         shard.table.check_integrity()
+
+
+async def test_a_shard_that_is_alone_in_not_reaching_redis_serves_nobody_whose_lease_ran_out(
+    own_valkey: Valkey, keys: KeySpace
+) -> None:
+    async with connect(own_valkey.url, retries=0) as client:
+        shard = Shard(client, keys)
+        placement = await shard.owns(ALICE)
+        memory = await shard.table.get(placement)
+        own_valkey.stop()
+        shard.now += TTL_S
+        with pytest.raises(Unavailable) as refused:
+            await shard.table.get(placement)
+        assert "unconfirmed" in refused.value.details
+        assert await shard.table.get(replace(placement, redis_away=True)) is memory
 
 
 async def test_without_redis_a_user_not_verified_since_a_gap_is_refused(own_valkey: Valkey, keys: KeySpace) -> None:

@@ -1,0 +1,209 @@
+"""A cluster to break: several Ray nodes on this machine, shards with the deterministic engine, an embedded Redis behind
+a proxy. All but the model is the product's own.
+
+    this process ─┬ Redis (revived where it ends, as `memshard serve` does)  ◄─ proxy ◄─ every shard and gateway
+                  ├ head node: Serve's controller and proxy, gateways
+                  └ further nodes: shards
+
+The processes of Ray are found by what they call themselves. `ray.cluster_utils` is Ray's own test tool.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import resource
+import shutil
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import httpx
+import psutil
+
+from benchmarks.chaos_proxy import RedisProxy
+from benchmarks.server import free_port
+from cluster import processes
+from cluster.embedded_redis import EmbeddedRedis
+from cluster.settings import Settings
+from deployments import deterministic
+from sharding.errors import StartupError
+
+SHARDS = 4
+GATEWAYS = 2
+SHARD_NODES = 2
+START_S = 120.0
+WHOLE_S = 60.0
+OBJECT_STORE_BYTES = 80 << 20
+NOWHERE = Path("/nonexistent")  # there is no model
+REVIVE_EVERY_S = 0.5
+HEARTBEAT_TTL_S = 2.0
+
+SHARD = "ServeReplica:memshard:Shard"
+GATEWAY = "ServeReplica:memshard:Gateway"
+CONTROLLER = "ServeController"
+
+
+class ChaosCluster:
+    """`await start()`, `url` to talk to, `await stop()`. Lives on the main thread's event loop."""
+
+    def __init__(self) -> None:
+        self.directory = Path(tempfile.mkdtemp(prefix="memshard-chaos-", dir="/tmp"))
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        self._settings: dict[str, Any] = {
+            "port": port,
+            "shards": SHARDS,
+            "gateways": GATEWAYS,
+            "place_by_resource": True,
+            "state_dir": self.directory,
+            "served_model_name": deterministic.NAME,
+            "max_model_len": deterministic.MAX_MODEL_LEN,
+            "chunk_device_bytes": 64 << 20,
+            "heartbeat_interval_s": HEARTBEAT_TTL_S / 4,
+            "heartbeat_ttl_s": HEARTBEAT_TTL_S,
+            "request_deadline_s": 30.0,
+        }
+        self._file_limit: int | None = None
+        self._ray: Any = None  # ray.cluster_utils.Cluster
+        self._reviving: asyncio.Task[None] | None = None
+        self._another = asyncio.Condition()  # is told of each revived Redis
+
+    async def start(self) -> None:
+        """Returns when all shards answer. Raises `StartupError`."""
+        self.redis = EmbeddedRedis(self.directory / "redis")
+        self.redis.wait_ready()
+        self.proxy = RedisProxy(int(self.redis.url.rpartition(":")[2].partition("/")[0]))
+        await self.proxy.start()
+        self._reviving = asyncio.create_task(self._revive())
+        await asyncio.to_thread(self._start_ray)
+        await self.whole(START_S)
+
+    def _start_ray(self) -> None:
+        from cluster.ray_node import APPLICATION, ENVIRONMENT
+
+        os.environ.update(ENVIRONMENT)
+        import ray
+        from ray import serve
+        from ray.cluster_utils import Cluster
+
+        from cluster.app import GATEWAY_RESOURCE, build
+
+        redis_url = f"redis://127.0.0.1:{self.proxy.port}/0"
+        settings = Settings.from_environment(**self._settings, redis_url=redis_url)
+        head = {"num_cpus": 4, "object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False}
+        resources = {GATEWAY_RESOURCE: 2 * GATEWAYS}
+        self._ray = Cluster(
+            initialize_head=True, head_node_args=head | {"temp_dir": str(self.directory / "r"), "resources": resources}
+        )
+        for _ in range(SHARD_NODES):
+            self.add_node()
+        quiet = {"log_to_driver": False, "logging_level": logging.CRITICAL}
+        ray.init(address=self._ray.address, namespace=settings.namespace, **quiet)
+        for name in ("ray", "ray.serve"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+        http = {"host": settings.host, "port": settings.port}
+        serve.start(proxy_location="HeadOnly", http_options=http, logging_config={"log_level": "ERROR"})
+        application = build(
+            settings,
+            redis_url=redis_url,
+            model_path=NOWHERE,
+            embedding_path=NOWHERE,
+            open_shard=deterministic.open_shard,
+        )
+        serve.run_many(
+            [serve.RunTarget(application, name=APPLICATION, route_prefix="/")],
+            wait_for_ingress_deployment_creation=False,
+            wait_for_applications_running=False,
+        )
+
+    async def stop(self) -> None:
+        """Nothing of it runs afterwards."""
+        import ray
+
+        if self._reviving is not None:
+            self._reviving.cancel()
+        with suppress(Exception):  # half of it may be dead already: what is left is killed
+            await asyncio.to_thread(ray.shutdown)
+        processes.end_descendants(1.0)
+        await self.proxy.stop()
+        self.redis.stop()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    async def whole(self, deadline_s: float = WHOLE_S) -> None:
+        """Returns when every shard and gateway answers. Raises `StartupError` where they do not in time."""
+        give_up = time.monotonic() + deadline_s
+        last: object = None
+        async with httpx.AsyncClient(base_url=self.url, timeout=5.0, trust_env=False) as client:
+            while time.monotonic() < give_up:
+                with suppress(httpx.HTTPError, ValueError):
+                    shards = (await client.get("/status")).json()["shards"]
+                    last = [shard.get("reachable") for shard in shards]
+                    alive = len(shards) == SHARDS and all(shard.get("reachable", True) for shard in shards)
+                    if alive and len(self.processes(GATEWAY)) == GATEWAYS:
+                        return
+                await asyncio.sleep(0.2)
+        raise StartupError(f"The cluster was not whole within {deadline_s:.0f} s: {last}")
+
+    # -- what can be broken -----------------------------------------------------------------------------------------
+
+    def processes(self, kind: str) -> list[psutil.Process]:
+        """SHARD, GATEWAY or CONTROLLER processes, by age."""
+        found = []
+        for process in psutil.Process().children(recursive=True):
+            with suppress(psutil.Error):
+                if kind in " ".join(process.cmdline()[:1]) and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return sorted(found, key=lambda process: process.create_time())
+
+    def shard_nodes(self) -> list[Any]:
+        """The nodes that shards run on."""
+        return sorted(self._ray.worker_nodes, key=lambda node: str(node.unique_id))
+
+    def crash_node(self, random: Random) -> None:
+        """All its processes at once, as when a machine loses power."""
+        node = random.choice(self.shard_nodes())
+        self._ray.remove_node(node, allow_graceful=False)
+
+    def add_node(self) -> None:
+        from cluster.app import SHARD_RESOURCE
+
+        self._ray.add_node(num_cpus=1, object_store_memory=OBJECT_STORE_BYTES, resources={SHARD_RESOURCE: SHARDS})
+
+    def fill_disk(self) -> None:
+        """Redis can append no more: its files may not grow beyond what they are."""
+        files = (self.directory / "redis").rglob("*")
+        largest = max((file.stat().st_size for file in files if file.is_file()), default=0)
+        self._file_limit = largest
+        self._limit_files()
+
+    def empty_disk(self) -> None:
+        self._file_limit = None
+        self._limit_files()
+
+    def _limit_files(self) -> None:
+        unlimited = resource.RLIM_INFINITY
+        soft = unlimited if self._file_limit is None else self._file_limit
+        with suppress(ProcessLookupError):
+            resource.prlimit(self.redis.pid, resource.RLIMIT_FSIZE, (soft, unlimited))
+
+    async def revived(self, pid: int) -> None:
+        """Returns when another Redis runs in the place of this one."""
+        async with self._another:
+            await self._another.wait_for(lambda: self.redis.pid != pid)
+
+    async def _revive(self) -> None:
+        """What `memshard serve` does for its Redis; a full disk stays full for the next one, too."""
+        while True:
+            await asyncio.sleep(REVIVE_EVERY_S)
+            pid = self.redis.pid
+            self.redis.revive()
+            if self.redis.pid != pid:
+                if self._file_limit is not None:
+                    self._limit_files()
+                async with self._another:
+                    self._another.notify_all()
