@@ -57,11 +57,15 @@ def compose(
         return 0
     parts, distances = _parts(chunks, skip, end)
     moved = bool(distances.any())
+    lengths = torch.tensor([part.shape[2] for part in parts])
     layers, kinds, _, heads, dim = parts[0].shape
     group = max(1, GATHER_BYTES // (kinds * (end - skip) * heads * dim * parts[0].element_size()))
     gathered = parts[0].new_empty((min(group, layers), kinds, end - skip, heads, dim))
     distinct = {id(rotation): rotation for rotation in rotations} if moved else {}
-    tables = {id_: rotation.table(distances).to(gathered.device) for id_, rotation in distinct.items()}
+    tables = {
+        id_: rotation.table(distances).repeat_interleave(lengths, dim=0).to(gathered.device)
+        for id_, rotation in distinct.items()
+    }
     first = rotations[0].first
     keys32 = gathered.new_empty((end - skip, heads, dim - first), dtype=torch.float32) if moved else None
     for layer, rotation in enumerate(rotations):
@@ -79,16 +83,16 @@ def compose(
 
 
 def _parts(chunks: Sequence[Chunk], skip: int, stop: int) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """The chunks' tokens from `skip` up to `stop` as views, and int64 `[tokens]` distances: by how many positions each
-    token moves from where it was encoded to where it is served.
+    """The chunks' tokens from `skip` up to `stop` as views, and int64 `[parts]` distances: by how many positions each
+    part's tokens move from where they were encoded to where they are served.
     """
     parts: list[torch.Tensor] = []
-    distances: list[torch.Tensor] = []
+    distances: list[int] = []
     start = 0
     for chunk in chunks:
         first, last = max(skip - start, 0), min(stop - start, chunk.tokens)
         if first < last:
             parts.append(chunk.kv[:, :, first:last])
-            distances.append(torch.full((last - first,), start - chunk.position, dtype=torch.int64))
+            distances.append(start - chunk.position)
         start += chunk.tokens
-    return parts, torch.cat(distances)
+    return parts, torch.tensor(distances, dtype=torch.int64)
