@@ -62,7 +62,7 @@ def ttft(
         raise typer.Exit(processes.INTERRUPTED) from None
     finally:
         console.show_cursor()
-    console.print(ttft_report.times(name, samples), ttft_report.ratios(samples), sep="\n")
+    console.print(ttft_report.times(name, samples), ttft_report.ratios(samples), ttft_report.growth(samples), sep="\n")
     if json is not None:
         Report.of("ttft", list(ttft_report.rows(name, samples))).write_json(json)
     if plot is not None:

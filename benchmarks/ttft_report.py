@@ -82,6 +82,23 @@ def ratios(samples: Sequence[Sample]) -> Table:
     return drawn
 
 
+def growth(samples: Sequence[Sample]) -> Table:
+    """What each arm's time grows by from the smallest to the largest number of facts: the median over the rounds."""
+    fewest, *_, most = fact_counts(samples)
+    drawn = Table(title=f"Growth from {fewest} to {most} facts, per cent: medians of the rounds", min_width=WIDTH)
+    for heading in ("arm", "engine", "client"):
+        drawn.add_column(heading, justify="left" if heading == "arm" else "right")
+    for arm in ARMS:
+        grown = (100 * (_grown(samples, arm, fewest, most, where) - 1) for where in PLACES)
+        drawn.add_row(arm, *(f"{per_cent:.0f}" for per_cent in grown))
+    return drawn
+
+
+def _grown(samples: Sequence[Sample], arm: Arm, fewest: int, most: int, where: Where) -> float:
+    before = {sample.round: getattr(sample, where) for sample in _of(samples, arm, fewest)}
+    return statistics.median(getattr(s, where) / before[s.round] for s in _of(samples, arm, most))
+
+
 def lines(samples: Sequence[Sample]) -> list[Line]:
     """Engine time to first token in milliseconds over k, one line an arm."""
     return [

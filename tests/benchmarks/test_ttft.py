@@ -110,6 +110,15 @@ def test_ratios_compare_within_a_round() -> None:
     assert ttft_report.ratio(samples, 50, "inject", "native_hit", "engine_ttft_s") == pytest.approx(0.8)
 
 
+def test_growth_compares_the_largest_number_of_facts_with_the_smallest_of_the_same_round() -> None:
+    few = [sample("inject", 5, round, ttft_s) for round, ttft_s in enumerate((0.05, 0.1, 0.2))]
+    many = [sample("inject", 50, round, ttft_s) for round, ttft_s in enumerate((0.1, 0.15, 0.24))]
+    others = [sample(arm, k, round) for arm in ARMS for k in (5, 50) for round in range(3) if arm != "inject"]
+    growth = ttft_report.growth([*few, *many, *others])
+    told = dict(zip(*(column.cells for column in growth.columns[:2]), strict=True))
+    assert told == {"prompt": "0", "inject": "50", "native_hit": "0", "no_memory": "0"}
+
+
 def test_tables_and_lines_show_every_arm() -> None:
     samples = list(measured())
     assert ttft_report.times("model", samples).row_count == len(ARMS)
