@@ -44,6 +44,8 @@ class FusedComposition:
         values: Sequence[torch.Tensor],
         rotations: Sequence[Rotation],
     ) -> None:
+        if shape.parts != 2 or any(rotation.first for rotation in rotations):
+            raise ValueError("the kernel moves keys and values that are rotated from their first element on")
         layouts = {(cache.shape, cache.stride(), cache.dtype, cache.device) for cache in (*keys, *values)}
         if len(layouts) != 1:
             raise ValueError("the layers' caches are not laid out alike")

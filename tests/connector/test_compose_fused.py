@@ -135,6 +135,13 @@ def test_caches_of_another_shape_are_refused(other: KVShape, reason: str) -> Non
         fused(KVShape(1, 2, 16, torch.bfloat16), caches(other, 2, 16, device=DEVICE), [rotation(16, True)])
 
 
+def test_latent_attention_is_refused() -> None:
+    shape = KVShape(1, 2, 16, torch.bfloat16)
+    inner = Rotation(torch.ones(4), neox=True, first=8)
+    with pytest.raises(ValueError, match="from their first element on"):
+        fused(shape, caches(shape, 2, 16, device=DEVICE), [inner])
+
+
 def test_layers_whose_caches_are_laid_out_differently_are_refused() -> None:
     shape = KVShape(1, 2, 16, torch.bfloat16)
     of = [*caches(shape, 2, 16, device=DEVICE), *caches(shape, 2, 16, heads_first=False, device=DEVICE)]
