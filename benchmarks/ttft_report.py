@@ -96,7 +96,7 @@ def growth(samples: Sequence[Sample]) -> Table:
 
 def _grown(samples: Sequence[Sample], arm: Arm, fewest: int, most: int, where: Where) -> float:
     before = {sample.round: getattr(sample, where) for sample in _of(samples, arm, fewest)}
-    return statistics.median(getattr(s, where) / before[s.round] for s in _of(samples, arm, most))
+    return statistics.median(float(getattr(s, where) / before[s.round]) for s in _of(samples, arm, most))
 
 
 def lines(samples: Sequence[Sample]) -> list[Line]:
