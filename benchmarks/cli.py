@@ -132,6 +132,7 @@ def encode(
         plot_lines(plot, encode_report.lines(measured), title=title, x="window (facts)", y="ms a fact")
 
 
+@app.command()
 def search(quick: Quick = False, json: Json = None) -> None:
     """Finding facts among many: recall and time of the index, against exact search."""
     check_targets(json, None)
