@@ -8,7 +8,8 @@
 Writes caches that are `[blocks, block_tokens, kv_heads, head_dim]` by any strides, in the chunks' dtype. Whether the
 engine's caches are such is not believed but proved at start-up (`paged.py`). Imports torch and Triton only.
 
-Has never run on a GPU: no machine at hand had one. Its logic is tested with Triton's interpreter.
+Has never run on a GPU: no machine at hand had one. Its logic is tested with Triton's interpreter, and that it compiles
+for one is tested, too.
 """
 
 from __future__ import annotations

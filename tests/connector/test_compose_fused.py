@@ -7,6 +7,9 @@ On a CUDA device the kernel itself runs (`make test-gpu`), elsewhere Triton's in
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,6 +31,7 @@ pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 BLOCKS = 7
+COMPILED = Path(__file__).with_name("compiled_kernel.py")
 
 
 def rotation(rotary_dim: int, neox: bool, base: float = 10_000.0) -> Rotation:
@@ -74,6 +78,26 @@ def test_it_writes_what_the_portable_composition_writes_and_nowhere_else(
     by_index(shape, expected, rotations)(chunks, slots, skip)
     fused(shape, ours, rotations)(chunks, slots, skip)
     assert_same(ours, expected, shape)
+
+
+@pytest.mark.parametrize(
+    ("capability", "neox", "rotary"), [(80, True, 128), (90, True, 128), (90, True, 64), (90, False, 128)]
+)
+def test_it_compiles_for_a_gpu_and_moves_16_bytes_at_a_time(
+    capability: int, neox: bool, rotary: int, tmp_path: Path
+) -> None:
+    """For one that need not be there. Keys whose pairs are neighbours are moved by the element, values never are."""
+    command = (sys.executable, str(COMPILED), str(capability), str(int(neox)), str(rotary))
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {
+        "PYTHONPATH": os.pathsep.join((str(COMPILED.parents[2]), *sys.path)),
+        "TRITON_CACHE_DIR": str(tmp_path),
+    }
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    instructions = set(done.stdout.split())
+    assert {"ld.global.v4.b32", "st.global.v4.b32"} <= instructions
+    assert any(name.endswith((".b8", ".b16")) for name in instructions) == (not neox), instructions
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
