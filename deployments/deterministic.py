@@ -213,8 +213,7 @@ async def open_shard(
     table = UserTable(
         me, directory, store, lease, dim=embedder.dim, capacity=settings.resident_users, embedding_model=embedder.model
     )
-    shard = put_together(
-        settings, engine, embedder, PromptTemplate(ByteTokenizer()), table, store, EncodePace(MAX_MODEL_LEN)
-    )
+    pace = EncodePace((MAX_MODEL_LEN, MAX_MODEL_LEN))
+    shard = put_together(settings, engine, embedder, PromptTemplate(ByteTokenizer()), table, store, pace)
     await shard.warm_up()
     return shard

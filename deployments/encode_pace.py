@@ -3,11 +3,12 @@
 vLLM's priorities order what waits inside the engine; they do not shorten a step that runs, and what a step has room for
 beside a chat's prefill goes to encodes and makes that step longer. So encodes are kept out of the engine instead:
 
-- at most `step_tokens` tokens of them are in it at a time: one short step's worth, of one user or of many;
+- at most `step_tokens` tokens of them are in it at a time: one short step's worth, of one user or of many; where there
+  are chats a shorter one's;
 - none is begun while a chat waits for its first token, for as long as `PATIENCE_S`: under chats without a pause
   encoding has to go on, for a fact without a chunk makes every chat that needs it slower;
-- while there are chats at all, an encode is followed by a rest as long as it took, so that at most every other chat
-  finds one running.
+- where there are chats, an encode is followed by a rest `REST` times as long as it took, so that most chats find none
+  running.
 """
 
 from __future__ import annotations
@@ -22,21 +23,31 @@ PATIENCE_S = 1.0
 LIVE_S = 5.0
 """For so long after a chat there are chats."""
 
-CPU_STEP_TOKENS = 256  # 0.14 s of a core with a model of 135M; blocks of the cache have 128 there
-GPU_STEP_TOKENS = 2048
+REST = 2.0
+
+CPU_STEP_TOKENS = (256, 160)  # 0.14 and 0.1 s of a core with a model of 135M; blocks of the cache have 128 there
+GPU_STEP_TOKENS = (8192, 2048)
 
 
 class EncodePace:
-    """Belongs to one event loop."""
+    """Belongs to one event loop. `step_tokens`: without chats, and with."""
 
-    def __init__(self, step_tokens: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self.step_tokens = step_tokens
+    def __init__(self, step_tokens: tuple[int, int], clock: Callable[[], float] = time.monotonic) -> None:
+        self._step_tokens = step_tokens
         self._clock = clock
         self._chats_waiting = 0
         self._last_chat_at = -math.inf
         self._tokens_running = 0
         self._rest_until = -math.inf
         self._changed = asyncio.Event()
+
+    @property
+    def step_tokens(self) -> int:
+        """How long a step may be now."""
+        return self._step_tokens[self._live()]
+
+    def _live(self) -> bool:
+        return bool(self._chats_waiting) or self._clock() - self._last_chat_at < LIVE_S
 
     @contextmanager
     def chat_waits(self) -> Iterator[None]:
@@ -64,8 +75,8 @@ class EncodePace:
         finally:
             self._tokens_running -= tokens
             ended = self._clock()
-            if self._chats_waiting or ended - self._last_chat_at < LIVE_S:
-                self._rest_until = max(self._rest_until, ended + (ended - began))
+            if self._live():
+                self._rest_until = max(self._rest_until, ended + REST * (ended - began))
             self._changed.set()
 
     def _wait_s(self, tokens: int, impatient_at: float) -> float:

@@ -28,7 +28,7 @@ class Prefill:
         return [range_.id for range_ in self.captures]
 
 
-STEP_TOKENS = 1_000  # of the encoder before it: every job is one prefill
+STEP_TOKENS = (1_000, 1_000)  # of the encoder before it: every job is one prefill
 
 
 class SlowEngine:

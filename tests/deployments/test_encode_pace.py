@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from deployments.encode_pace import LIVE_S, PATIENCE_S, EncodePace
+from deployments.encode_pace import LIVE_S, PATIENCE_S, REST, EncodePace
 
-STEP_TOKENS = 100
+STEP_TOKENS = (100, 50)
 
 
 class Clock:
@@ -78,6 +78,15 @@ async def test_as_many_run_as_one_step_has_room_for(encodes: Encodes) -> None:
     assert encodes.running == [20]
 
 
+async def test_where_there_are_chats_a_step_is_shorter(encodes: Encodes) -> None:
+    with encodes.pace.chat_waits():
+        pass
+    await encodes.begin(40, 20)
+    assert encodes.running == [40]
+    await encodes.wait(2 * LIVE_S)
+    assert encodes.running == [40, 20]
+
+
 async def test_one_that_is_larger_than_a_step_runs_alone(encodes: Encodes) -> None:
     await encodes.begin(150, 1)
     assert encodes.running == [150]
@@ -99,16 +108,16 @@ async def test_under_chats_without_a_pause_one_begins_all_the_same(encodes: Enco
         assert encodes.running == [10]
 
 
-async def test_after_a_step_there_is_a_rest_of_its_length_where_there_are_chats(encodes: Encodes) -> None:
+async def test_after_a_step_there_is_a_rest_where_there_are_chats(encodes: Encodes) -> None:
     with encodes.pace.chat_waits():
         pass
     await encodes.begin(10)
     await encodes.wait(0.2)
     await encodes.end_all()
     await encodes.begin(20)
-    await encodes.wait(0.1)
+    await encodes.wait(0.9 * REST * 0.2)
     assert encodes.running == []
-    await encodes.wait(0.11)
+    await encodes.wait(0.2 * REST * 0.2)
     assert encodes.running == [20]
 
 

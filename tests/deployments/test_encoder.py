@@ -64,7 +64,7 @@ async def test_what_was_submitted_is_encoded_one_prefill_a_job_under_the_owners_
 async def test_a_long_job_is_prefilled_in_steps_and_what_one_captured_is_served_before_the_next(
     engine: SlowEngine, ledger: ChunkLedger
 ) -> None:
-    encoder = Encoder(engine, ledger, EncodePace(step_tokens=4))
+    encoder = Encoder(engine, ledger, EncodePace((4, 4)))
     ids = ids_of([job("alice", 1, 2, 3, 4)])
     served: list[list[bool]] = []
     encode = engine.encode
@@ -85,7 +85,7 @@ async def test_a_long_job_is_prefilled_in_steps_and_what_one_captured_is_served_
 async def test_steps_that_were_not_begun_are_left_out_when_the_facts_change(
     engine: SlowEngine, ledger: ChunkLedger
 ) -> None:
-    encoder = Encoder(engine, ledger, EncodePace(step_tokens=4))
+    encoder = Encoder(engine, ledger, EncodePace((4, 4)))
     engine.gate.clear()
     await encoder.submit("alice", Missing(job("alice", 1, 2, 3, 4)))
     await until(lambda: engine.running)
