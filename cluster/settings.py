@@ -26,6 +26,7 @@ GIB = 1 << 30
 Port = Annotated[int, Field(ge=1, le=65535)]
 Seconds = Annotated[float, Field(gt=0)]
 Bytes = Annotated[int, Field(ge=1 << 20)]
+TierBytes = Annotated[int, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
 
 
@@ -86,6 +87,19 @@ class Settings(BaseSettings):
     """vLLM's paged KV cache, per shard."""
     chunk_device_bytes: Bytes = GIB
     """Budget of the chunk store beside that cache (on a CPU: main memory), per shard."""
+    chunk_host_bytes: TierBytes = GIB // 2
+    """Budget of the chunks that left the device, in pinned host memory, per shard; 0 turns it off."""
+    chunk_disk_dir: Path | None = None
+    """Directory of this machine that keeps chunks over restarts; None is `chunks` in the state directory."""
+    chunk_disk_bytes: TierBytes = 8 * GIB
+    """Budget of the chunk files there, per shard; 0 turns them off."""
+    chunk_shared_url: str | None = None
+    """Path or URL (any that fsspec opens) that all shards see; users who move find their chunks there. None: no such
+    place."""
+    chunk_shared_bytes: TierBytes = 64 * GIB
+    """Budget of the chunk files there, for the users of one shard."""
+    chunk_load_deadline_s: Seconds = 0.5
+    """How long a chat waits for chunks from a slower tier; what is not there by then is prefilled as text."""
     max_requests_in_flight: Count = 64
     """Chats that one shard works on at once; one more is answered 429."""
     request_deadline_s: Seconds = 120.0
@@ -113,7 +127,7 @@ class Settings(BaseSettings):
     stop_deadline_s: Seconds = 20.0
     """Time that running requests get to finish after a stop was asked for; what is left then is killed."""
 
-    @field_validator("state_dir", "model", "embedding_model")
+    @field_validator("state_dir", "model", "embedding_model", "chunk_disk_dir")
     @classmethod
     def _absolute(cls, path: Path | None) -> Path | None:
         """Resolve `~` and relative paths now: the cluster's processes run in other directories."""

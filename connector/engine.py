@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -24,11 +25,16 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from connector.chunk import CaptureRange, ChunkId
 from connector.memory_counts import Reason
 from connector.metadata import transfer_params
+from connector.moves import Move, Outcome
 from connector.plan import PromptPlan
 from connector.port import CHAT_PRIORITY, ENCODE_PRIORITY, EngineDelta
 from sharding.errors import EngineFailed, StartupError
 
 RPC_TIMEOUT_S = 30.0
+
+MOVE_DEADLINE_S = 60.0
+MOVE_POLL_S, MOST_POLL_S = 0.003, 0.05
+"""Between two questions whether a move is done, growing: each question waits for an engine step."""
 
 log = logging.getLogger(__name__)
 
@@ -36,10 +42,11 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
     """`kv_cache_bytes` is vLLM's paged cache (None: vLLM's own default); `chunk_budget_bytes` what each worker may hold
-    in chunks. `max_model_len` None means the model's own."""
+    in chunks on its device, `host_budget_bytes` beside it. `max_model_len` None means the model's own."""
 
     model: Path
     chunk_budget_bytes: int
+    host_budget_bytes: int = 0
     max_model_len: int | None = None
     kv_cache_bytes: int | None = None
     block_tokens: int | None = None
@@ -56,10 +63,11 @@ class EngineSettings:
 class MemoryEngine:
     """Use `await MemoryEngine.start(settings)`."""
 
-    def __init__(self, llm: AsyncLLM, model_digest: str, token_bytes: int, refusal: str | None) -> None:
+    def __init__(self, llm: AsyncLLM, model_digest: str, token_bytes: int, refusal: str | None, ranks: int = 1) -> None:
         self.llm = llm
         self.model_digest = model_digest
         self.token_bytes = token_bytes  # of chunks, over all ranks
+        self.ranks = ranks
         self.refusal = refusal  # why this model's memory can only be served as text, or None
         self.max_model_len: int = llm.model_config.max_model_len
         self.block_tokens: int = llm.vllm_config.cache_config.block_size  # of the paged cache
@@ -97,7 +105,10 @@ class MemoryEngine:
                 kv_connector_module_path="connector.memory_connector",
                 kv_role="kv_consumer",  # kv_both would recompute what a preempted request had in flight
                 kv_load_failure_policy="recompute",
-                kv_connector_extra_config={"chunk_budget_bytes": settings.chunk_budget_bytes},
+                kv_connector_extra_config={
+                    "chunk_budget_bytes": settings.chunk_budget_bytes,
+                    "host_budget_bytes": settings.host_budget_bytes,
+                },
             ),
             **{name: value for name, value in options.items() if value is not None},
         )
@@ -117,7 +128,7 @@ class MemoryEngine:
                 raise StartupError(f"The model {settings.model} cannot be served from memory: {refusal}.")
             return cls(llm, "", 0, refusal)
         digest = hashlib.blake2b("".join(rank["digest"] for rank in ranks).encode(), digest_size=16).hexdigest()
-        return cls(llm, digest, sum(rank["token_bytes"] for rank in ranks), None)
+        return cls(llm, digest, sum(rank["token_bytes"] for rank in ranks), None, len(ranks))
 
     @staticmethod
     def sampling(max_tokens: int, stop: Sequence[str] = (), **given: float) -> SamplingParams:
@@ -212,6 +223,26 @@ class MemoryEngine:
         """Forgets chunks on every rank. Raises `EngineFailed`: then they may still be there."""
         if ids:
             await self._rpc("memshard_drop", list(ids))
+
+    async def move(self, move: Move) -> dict[ChunkId, Outcome]:
+        """Moves chunks between the workers' tiers; for each the worst outcome over all ranks. Engine steps go on
+        meanwhile. Raises `EngineFailed`: then it is not known where they are."""
+        job = uuid.uuid4().hex
+        told: list[dict[str, str] | None] = await self._rpc("memshard_move", job, move.plain())
+        ends_at = asyncio.get_running_loop().time() + MOVE_DEADLINE_S
+        pause_s = MOVE_POLL_S
+        while any(rank is None for rank in told):
+            if asyncio.get_running_loop().time() > ends_at:
+                raise EngineFailed("The engine of this shard did not move its chunks in time.")
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, MOST_POLL_S)
+            again = await self._rpc("memshard_moved", job)
+            told = [new if old is None else old for old, new in zip(told, again, strict=True)]
+        worst = list(Outcome).index
+        ranks = [rank or {} for rank in told]
+        return {
+            id_: max((Outcome(rank.get(id_, Outcome.FAILED)) for rank in ranks), key=worst) for id_, _ in move.chunks
+        }
 
     async def stats(self) -> list[dict[str, int]]:
         """Each rank's chunks, bytes and counters."""

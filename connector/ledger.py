@@ -1,12 +1,13 @@
-"""Which chunks a shard keeps: ids, bytes, pins. The tensors are the workers'; this decides, they obey.
+"""Which chunks a shard keeps in one tier: ids, bytes, pins. The tensors are the workers'; this decides, they obey.
 
 A chunk's life:  reserve ─► commit ─► (pin ⇄ unpin)* ─► evicted, or forgotten
                     └────► abort
 
 Bytes are counted from the reservation on and never exceed the budget: what does not fit is refused, not squeezed in.
-Eviction takes from the users least recently used, no more than it must, and never a pinned chunk: a chunk is pinned
-from the plan that names it until its request is over. Forgetting (a fact was deleted) does not wait for pins: a request
-that still wanted the chunk prefills the text instead.
+Eviction takes from users in the order of a policy (the least recently used first), no more than it must, and never a
+pinned chunk: a chunk is pinned from the plan that names it until its request is over, and held while it is copied to
+another tier (`tiers.py`). Forgetting (a fact was deleted) does not wait for pins: a request that still wanted the chunk
+prefills the text instead.
 
 Heads belong to nobody (`SHARED`) and every prompt starts with one: users never evict them. They have a share of the
 budget; within it a head may evict users, beyond it only the heads least recently used.
@@ -16,10 +17,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from connector.chunk import ChunkId, ChunkRef
 
@@ -42,19 +43,59 @@ class _Holder(NamedTuple):
 
 @dataclass(slots=True)
 class _Held:
-    sizes: dict[ChunkId, int] = field(default_factory=dict)  # in bytes
+    sizes: dict[ChunkId, int] = field(default_factory=dict)  # in bytes, the least recently used first
     used_at: float = 0.0
 
 
-class ChunkLedger:
-    """`token_bytes` is what one token of a chunk takes over all ranks of the engine."""
+class Usage(NamedTuple):
+    """What a policy knows of a user: bytes held, and when they were used last, by the ledger's clock."""
 
-    def __init__(self, budget_bytes: int, token_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
+    owner: str
+    bytes: int
+    used_at: float
+
+
+class Evicted(NamedTuple):
+    """A chunk that has to leave: whose it is, and its length in tokens."""
+
+    owner: str
+    tokens: int
+
+
+class EvictionPolicy(Protocol):
+    """Who gives chunks when others need the room."""
+
+    def order(self, users: Sequence[Usage]) -> Iterable[Usage]:
+        """The users, told least recently used first, in the order in which they are to give; some may be left out."""
+
+
+class LeastRecentlyUsed:
+    """Who was away longest gives everything first."""
+
+    def order(self, users: Sequence[Usage]) -> Iterable[Usage]:
+        return users
+
+
+class ChunkLedger:
+    """`token_bytes` is what one token of a chunk takes over all ranks of the engine, `chunk_bytes` what each chunk
+    takes beside its tokens."""
+
+    def __init__(
+        self,
+        budget_bytes: int,
+        token_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        chunk_bytes: int = 0,
+        policy: EvictionPolicy | None = None,
+    ) -> None:
         self.budget_bytes = budget_bytes
         self.shared_budget_bytes = budget_bytes // SHARED_PART
         self.token_bytes = token_bytes
+        self.chunk_bytes = chunk_bytes
         self.bytes = 0
         self._clock = clock
+        self._policy = policy or LeastRecentlyUsed()
         self._holders: OrderedDict[_Holder, _Held] = OrderedDict()  # least recently used first
         self._holder_of: dict[ChunkId, _Holder] = {}
         self._reserved: set[ChunkId] = set()  # counted, but not there yet
@@ -64,6 +105,10 @@ class ChunkLedger:
     def __len__(self) -> int:
         return len(self._holder_of) - len(self._reserved)
 
+    def __contains__(self, id_: object) -> bool:
+        """Whether the chunk is counted: here, or reserved."""
+        return id_ in self._holder_of
+
     def peek_resident(self, id_: ChunkId) -> bool:
         """Whether the chunk can be injected now."""
         return id_ in self._holder_of and id_ not in self._reserved
@@ -72,13 +117,32 @@ class ChunkLedger:
         """Whether the chunk is not here because it gave its room to others; of those longest ago it is forgotten."""
         return id_ in self._evicted
 
-    def reserve(self, owner: str, refs: Sequence[ChunkRef], *, spare_s: float = 0.0) -> list[ChunkId] | None:
-        """Makes room for chunks of `owner` that are about to be encoded; who was active within `spare_s` keeps theirs.
+    def owner(self, id_: ChunkId) -> str:
+        """Whose chunk it is that is here or reserved. Raises KeyError."""
+        return self._holder_of[id_].owner
 
-        Returns the evicted ids, which the workers must drop before the chunks arrive; or None where the chunks do not
-        fit even so: then nothing has changed. Ids that are here already are passed over.
+    def tokens(self, id_: ChunkId) -> int:
+        """The length of a chunk that is here or reserved. Raises KeyError."""
+        return (self._size(id_) - self.chunk_bytes) // self.token_bytes
+
+    def size_of(self, tokens: int) -> int:
+        """What a chunk takes here, in bytes."""
+        return self.chunk_bytes + tokens * self.token_bytes
+
+    def owner_names(self) -> list[str]:
+        """The users who have chunks here, least recently used first."""
+        return [holder.owner for holder in self._holders if holder.owner != SHARED]
+
+    def reserve(
+        self, owner: str, refs: Sequence[ChunkRef], *, spare_s: float = 0.0, own: bool = False
+    ) -> dict[ChunkId, Evicted] | None:
+        """Makes room for chunks of `owner` that are about to come; who was active within `spare_s` keeps theirs.
+
+        With `own`, where the others' room is not enough, the owner's other chunks give theirs, the least recently used
+        first. Returns the evicted chunks, which must have left before the others arrive; or None where the chunks do
+        not fit even so: then nothing has changed. Ids that are here already are passed over.
         """
-        new = {id_: tokens * self.token_bytes for id_, tokens in refs if id_ not in self._holder_of}
+        new = {id_: self.size_of(tokens) for id_, tokens in refs if id_ not in self._holder_of}
         needed = sum(new.values())
         evicted: list[ChunkId] = []
         if owner == SHARED:
@@ -86,10 +150,12 @@ class ChunkLedger:
             over = needed + self._shared_bytes() - self.shared_budget_bytes
             if not self._choose(over, heads, spare_s, evicted):
                 return None
-        users = [holder for holder in self._holders if holder.owner not in (owner, SHARED)]
-        freed = sum(self._size(id_) for id_ in evicted)
-        if not self._choose(needed + self.bytes - freed - self.budget_bytes, users, spare_s, evicted):
-            return None
+        over = needed + self.bytes - sum(map(self._size, evicted)) - self.budget_bytes
+        if not self._choose(over, self._others(owner) if over > 0 else (), spare_s, evicted):
+            over = needed + self.bytes - sum(map(self._size, evicted)) - self.budget_bytes
+            if not (own and self._choose_own(over, owner, dict(refs), evicted)):
+                return None
+        leaving = {id_: Evicted(self._holder_of[id_].owner, self.tokens(id_)) for id_ in evicted}
         self.forget(evicted)
         self._evicted.update(dict.fromkeys(evicted))
         while len(self._evicted) > EVICTED_REMEMBERED:
@@ -102,7 +168,7 @@ class ChunkLedger:
             self.bytes += size
         self.touch(owner)
         self._touch(_holder(owner, id_) for id_, _ in refs)
-        return evicted
+        return leaving
 
     def commit(self, ids: Iterable[ChunkId]) -> list[ChunkId]:
         """Chunks are complete on every worker. Returns those forgotten meanwhile, which the workers must drop."""
@@ -129,6 +195,22 @@ class ChunkLedger:
             gone.append(id_)
         return gone
 
+    def adopt(self, owner: str, sizes: Mapping[ChunkId, int]) -> list[ChunkId]:
+        """Counts chunks that were found in this tier, by their bytes. Returns those that there is no room for, none
+        being evicted for them; they must go."""
+        rest: list[ChunkId] = []
+        for id_, size in sizes.items():
+            if id_ in self._holder_of:
+                continue
+            if self.bytes + size > self.budget_bytes:
+                rest.append(id_)
+                continue
+            holder = self._holder_of[id_] = _holder(owner, id_)
+            self._holders.setdefault(holder, _Held()).sizes[id_] = size
+            self.bytes += size
+        self._touch(_holder(owner, id_) for id_ in sizes)
+        return rest
+
     def ids_of(self, owner: str) -> list[ChunkId]:
         """Everything of one owner, reserved chunks included."""
         if owner == SHARED:
@@ -149,7 +231,17 @@ class ChunkLedger:
     def pinned(self, owner: str, ids: Sequence[ChunkId]) -> Iterator[None]:
         """Keeps chunks from eviction for the life of a request of this user."""
         self.touch(owner)
-        self._touch(self._holder_of[id_] for id_ in ids if id_ in self._holder_of)
+        here = [(id_, self._holder_of[id_]) for id_ in ids if id_ in self._holder_of]
+        self._touch(holder for _, holder in here)
+        for id_, holder in here:
+            sizes = self._holders[holder].sizes
+            sizes[id_] = sizes.pop(id_)
+        with self.held(ids):
+            yield
+
+    @contextmanager
+    def held(self, ids: Sequence[ChunkId]) -> Iterator[None]:
+        """As `pinned`, without the user counting as active."""
         self._pins.update(ids)
         try:
             yield
@@ -166,16 +258,35 @@ class ChunkLedger:
                 self._holders[holder].used_at = self._clock()
 
     def _choose(self, needed_bytes: int, holders: Collection[_Holder], spare_s: float, chosen: list[ChunkId]) -> bool:
-        """Adds to `chosen` what to evict of `holders` (least recently used first); whether that is enough."""
+        """Adds to `chosen` what to evict of `holders`, in their order; whether that is enough."""
         active_since = self._clock() - spare_s
         for holder in holders:
-            if needed_bytes <= 0 or self._holders[holder].used_at > active_since:
+            if needed_bytes <= 0:
                 break
+            if self._holders[holder].used_at > active_since:
+                continue
             for id_, size in self._holders[holder].sizes.items():
                 if needed_bytes > 0 and id_ not in self._pins and id_ not in self._reserved:
                     chosen.append(id_)
                     needed_bytes -= size
         return needed_bytes <= 0
+
+    def _choose_own(self, needed_bytes: int, owner: str, kept: Mapping[ChunkId, int], chosen: list[ChunkId]) -> bool:
+        """As `_choose`, among the owner's own chunks but `kept`."""
+        for id_, size in self._holders.get(_Holder(owner, None), _Held()).sizes.items():
+            if needed_bytes > 0 and id_ not in kept and id_ not in self._pins and id_ not in self._reserved:
+                chosen.append(id_)
+                needed_bytes -= size
+        return needed_bytes <= 0
+
+    def _others(self, owner: str) -> list[_Holder]:
+        """The other users as the policy has them give."""
+        users = [
+            Usage(holder.owner, sum(held.sizes.values()), held.used_at)
+            for holder, held in self._holders.items()
+            if holder.owner not in (owner, SHARED)
+        ]
+        return [_Holder(user.owner, None) for user in self._policy.order(users)]
 
     def _size(self, id_: ChunkId) -> int:
         return self._holders[self._holder_of[id_]].sizes[id_]

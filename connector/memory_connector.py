@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -25,7 +26,8 @@ from connector.worker_side import WorkerSide
 class MemoryConnector(KVConnectorBase_V1):  # type: ignore[misc]
     """Loads chunks that a request names in its `kv_transfer_params`, and captures the ranges it names there.
 
-    `kv_connector_extra_config`: `chunk_budget_bytes`, what each worker may hold in chunks.
+    `kv_connector_extra_config`: `chunk_budget_bytes` and `host_budget_bytes`, what each worker may hold in chunks on
+    its device and beside it.
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
@@ -35,7 +37,7 @@ class MemoryConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self.scheduler = SchedulerSide(vllm_config.cache_config.block_size)
         else:
             extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-            self.worker = WorkerSide(int(extra["chunk_budget_bytes"]))
+            self.worker = WorkerSide(int(extra["chunk_budget_bytes"]), int(extra.get("host_budget_bytes", 0)))
             if len(kv_cache_config.kv_cache_groups) != 1:
                 # Slots would differ between groups. vLLM gives sliding windows full-size caches in one group for us.
                 self.worker.refusal = "its layers' caches do not form one group"
@@ -85,7 +87,8 @@ class MemoryConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         context = self._config.compilation_config.static_forward_context
         layers = {name: context[name] for name in kv_caches}
-        self.worker.register(layers, kv_caches, list(self._config.model_config.architectures))
+        architectures = list(self._config.model_config.architectures)
+        self.worker.register(layers, kv_caches, architectures, get_tensor_model_parallel_rank())
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         super().bind_connector_metadata(connector_metadata)

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from connector.chunk import CaptureRange, ChunkId
 from connector.memory_counts import Reason
+from connector.moves import Move, Outcome
 from connector.plan import PromptPlan
 
 CHAT_PRIORITY = 0
@@ -40,6 +41,7 @@ class Engine(Protocol):
 
     model_digest: str
     token_bytes: int
+    ranks: int
     block_tokens: int
     counters: dict[str, int]
     refusal: str | None
@@ -59,6 +61,8 @@ class Engine(Protocol):
     ) -> set[ChunkId]: ...
 
     async def drop(self, ids: Sequence[ChunkId]) -> None: ...
+
+    async def move(self, move: Move) -> dict[ChunkId, Outcome]: ...
 
     async def stats(self) -> list[dict[str, int]]: ...
 

@@ -1,7 +1,8 @@
-"""The chunks that a worker holds, in bytes counted exactly. One store a worker process; it decides nothing.
+"""The chunks that a worker holds in memory, in bytes counted exactly. One store a tier; it decides nothing.
 
 Which chunks to keep is decided in the shard's process (`ledger.py`); the store only refuses to go over its budget.
-A chunk becomes visible when all its tokens were captured, never before.
+A chunk becomes visible when all of it is there, never before: its tokens were captured (`arrived`), or it was copied
+from another tier as a whole (`publish`).
 
 Imports torch only.
 """
@@ -9,6 +10,7 @@ Imports torch only.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 
@@ -18,13 +20,14 @@ from connector.chunk import Chunk, ChunkId, KVShape
 class ChunkStore:
     """Complete chunks by id, and those whose tokens are still arriving.
 
-    `budget_bytes` bounds both together.
+    `budget_bytes` bounds both together. `pinned` memory of the host can be copied to a GPU without a detour.
     """
 
-    def __init__(self, shape: KVShape, device: torch.device, budget_bytes: int) -> None:
+    def __init__(self, shape: KVShape, device: torch.device, budget_bytes: int, *, pinned: bool = False) -> None:
         self.shape = shape
         self.device = device
         self.budget_bytes = budget_bytes
+        self.pinned = pinned
         self.bytes = 0
         self._chunks: dict[ChunkId, Chunk] = {}
         self._arriving: dict[ChunkId, tuple[Chunk, torch.Tensor]] = {}  # with a bool [tokens]: which came
@@ -48,7 +51,7 @@ class ChunkStore:
             if self.bytes + size > self.budget_bytes:
                 return None
             shape = (self.shape.layers, self.shape.parts, tokens, self.shape.kv_heads, self.shape.head_dim)
-            kv = torch.empty(shape, dtype=self.shape.dtype, device=self.device)
+            kv = torch.empty(shape, dtype=self.shape.dtype, device=self.device, pin_memory=self.pinned)
             self._arriving[id_] = (Chunk(id_, position, kv), torch.zeros(tokens, dtype=torch.bool))
             self.bytes += size
         return self._arriving[id_][0].kv
@@ -65,6 +68,11 @@ class ChunkStore:
         if bool(came.all()):
             del self._arriving[id_]
             self._chunks[id_] = chunk
+
+    def publish(self, id_: ChunkId, position: int) -> None:
+        """All of a chunk is in its room. One that was dropped meanwhile is passed over."""
+        if (half := self._arriving.pop(id_, None)) is not None:
+            self._chunks[id_] = replace(half[0], position=position)
 
     def settle(self, ids: Iterable[ChunkId]) -> set[ChunkId]:
         """After a capture's request ended: drops what stayed incomplete, returns the ids that are complete."""

@@ -13,7 +13,11 @@ from vllm import _custom_ops as ops
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from connector.memory_connector import MemoryConnector
+from connector.moves import Move
 from connector.worker_side import WorkerSide
+
+MOVE_WAIT_S = 0.003
+"""How long an engine step may wait for a move that is all but done: one call less for what is short."""
 
 
 class MemoryWorkerExtension:
@@ -44,16 +48,30 @@ class MemoryWorkerExtension:
         return list(done), list(no_room)
 
     def memshard_drop(self, ids: list[Any]) -> None:
-        """Forgets chunks."""
+        """Forgets chunks in memory."""
         _worker_side().drop(ids)
+
+    def memshard_move(self, job: str, move: list[Any]) -> dict[Any, Any] | None:
+        """Begins to move chunks between tiers (`tier_jobs.Move.plain`), and answers as `memshard_moved`."""
+        if (tiers := _worker_side().tiers) is None:
+            return {}
+        tiers.begin(job, Move.of(move))
+        return tiers.poll(job, MOVE_WAIT_S)
+
+    def memshard_moved(self, job: str) -> dict[Any, Any] | None:
+        """What became of a move's chunks, told once; None while it goes on."""
+        tiers = _worker_side().tiers
+        return tiers.poll(job) if tiers is not None else {}
 
     def memshard_stats(self) -> dict[str, int]:
         """Chunks and bytes held, and counters since the start."""
         worker = _worker_side()
         worker.check_integrity()
-        if worker.store is None:
-            return {"chunks": 0, "bytes": 0, **worker.counters}
-        return {"chunks": len(worker.store), "bytes": worker.store.bytes, **worker.counters}
+        counted = {"chunks": 0, "bytes": 0, "host_chunks": 0, "host_bytes": 0}
+        for prefix, store in (("", worker.store), ("host_", worker.host)):
+            if store is not None:
+                counted |= {f"{prefix}chunks": len(store), f"{prefix}bytes": store.bytes}
+        return {**counted, **worker.counters}
 
 
 def _worker_side() -> WorkerSide:

@@ -23,6 +23,7 @@ from connector.paged import fastest
 from connector.probe import Refused, read_rotations, read_updates
 from connector.rotation import RotateKeys, Rotation, rotate_keys
 from connector.store import ChunkStore
+from connector.tier_jobs import TierJobs
 
 logger = init_logger(__name__)
 
@@ -34,10 +35,13 @@ class ChunkMissing(Exception):
 class WorkerSide:
     """`layers` maps a layer's name to its `Attention` module; the caches are known once `register` was called."""
 
-    def __init__(self, budget_bytes: int) -> None:
+    def __init__(self, budget_bytes: int, host_budget_bytes: int = 0) -> None:
         self.budget_bytes = budget_bytes
+        self.host_budget_bytes = host_budget_bytes
         self.refusal: str | None = None
-        self.store: ChunkStore | None = None
+        self.store: ChunkStore | None = None  # what is composed from
+        self.host: ChunkStore | None = None
+        self.tiers: TierJobs | None = None
         self.rotations: list[Rotation] = []  # of each layer, once proved
         self.counters = {"loads": 0, "injected_tokens": 0, "failed_loads": 0, "captured_tokens": 0}
         self._rotate: RotateKeys = rotate_keys
@@ -54,7 +58,9 @@ class WorkerSide:
 
     # -- start-up ---------------------------------------------------------------------------------------------------
 
-    def register(self, layers: dict[str, Any], caches: dict[str, torch.Tensor], architectures: list[str]) -> None:
+    def register(
+        self, layers: dict[str, Any], caches: dict[str, torch.Tensor], architectures: list[str], rank: int = 0
+    ) -> None:
         """Learns the caches and watches their updates. A model that is refused stays servable as text."""
         if self.refusal is not None:
             return
@@ -67,7 +73,10 @@ class WorkerSide:
         self._caches = [caches[name] for name in self._names]
         first = self._updates[0]
         layout = (first.kv_heads, first.head_dim, first.dtype, first.parts, first.rotated_from)
-        self.store = ChunkStore(KVShape(len(layers), *layout), self._caches[0].device, self.budget_bytes)
+        shape, device = KVShape(len(layers), *layout), self._caches[0].device
+        self.store = ChunkStore(shape, device, self.budget_bytes)
+        self.host = ChunkStore(shape, torch.device("cpu"), self.host_budget_bytes, pinned=device.type == "cuda")
+        self.tiers = TierJobs(self.store, self.host, rank)
         for index, update in enumerate(self._updates):
             update.watch(partial(self._seen, index))
 
@@ -204,12 +213,15 @@ class WorkerSide:
         assert not self._captures, "captures of a step that ended"
         assert not self._failed_blocks, "a failure that the scheduler was not told"
         assert not self._report.failed, "a failure that nobody was told"
-        if self.store is not None:
-            self.store.check_integrity()
+        for store in (self.store, self.host):
+            if store is not None:
+                store.check_integrity()
 
     def drop(self, ids: Sequence[ChunkId]) -> None:
-        if self.store is not None:
-            self.store.drop(ids)
+        """Forgets chunks in memory, whichever tier of it holds them."""
+        for store in (self.store, self.host):
+            if store is not None:
+                store.drop(ids)
 
 
 def _same(rotate: RotateKeys, rotation: Rotation, store: ChunkStore) -> bool:

@@ -73,11 +73,13 @@ class ChatPlanner:
             vector = (await self._embedder.embed([question]))[0]
         embed_s = time.perf_counter() - began
         head_piece = await self._heads.piece(head)
-        # Nothing is awaited from the search to the plan: a fact could be deleted meanwhile.
         began = time.perf_counter()
         with step("chat", "search"):
             facts = memory.search(vector, call.top_k)
         use = replace(use, embed_s=embed_s, search_s=time.perf_counter() - began)
+        if call.mode == "inject" and await self._residents.fetch(memory, facts):
+            facts = memory.search(vector, call.top_k)
+        # Nothing is awaited from the last search to the plan: a fact could be deleted meanwhile.
         plan = plan_memory(
             self._residents.servable(head_piece),
             [self._residents.servable(chunks.piece(fact.id)) for fact in facts],

@@ -24,7 +24,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from connector.chunk import CaptureRange, ChunkId
+from connector.chunk_file import HEADER_BYTES, Damaged, Label, header_of, position_of
+from connector.files import name_of, open_files, owner_key
 from connector.memory_counts import Reason
+from connector.moves import DEVICE, HOST, Move, Outcome
 from connector.plan import PromptPlan
 from connector.port import CHAT_PRIORITY, Engine, EngineDelta
 from connector.template import PromptTemplate
@@ -49,6 +52,7 @@ class DeterministicEngine:
     """Chunks are the tokens that they stand for. `step_s` is what a prefill and each token of an answer take."""
 
     model_digest = NAME
+    ranks = 1
 
     def __init__(
         self,
@@ -64,6 +68,7 @@ class DeterministicEngine:
         self.block_tokens = 1
         self.dead = False  # for whoever wants to see it die
         self.chunks: dict[ChunkId, tuple[int, ...]] = {}
+        self.host: dict[ChunkId, tuple[int, ...]] = {}
         self.counters = {
             "injected_tokens": 0,
             "failed_loads": 0,
@@ -114,6 +119,40 @@ class DeterministicEngine:
         await self.check_health()
         for id_ in ids:
             self.chunks.pop(id_, None)
+            self.host.pop(id_, None)
+
+    async def move(self, move: Move) -> dict[ChunkId, Outcome]:
+        """Between the two memories and files, which hold the tokens. Raises `EngineFailed` once `dead`."""
+        await self._step()
+        return {id_: self._move(move, id_, tokens) for id_, tokens in move.chunks}
+
+    def _move(self, move: Move, id_: ChunkId, tokens: int) -> Outcome:
+        memory = {DEVICE: self.chunks, HOST: self.host}
+        label = Label(move.digest, 0, move.owner, id_, tokens)
+        name = name_of(move.digest, owner_key(move.owner), id_, 0)
+        try:
+            if (source := memory.get(move.source)) is not None:
+                if (held := source.get(id_)) is None:
+                    return Outcome.MISSING
+            else:
+                header, payload = bytearray(HEADER_BYTES), bytearray(tokens * self.token_bytes)
+                open_files(move.source).read(name, header, memoryview(payload))
+                position_of(header, memoryview(payload), label)
+                held = tuple(np.frombuffer(payload, np.int64)[:tokens].tolist())
+            if (target := memory.get(move.target)) is not None:
+                target[id_] = held
+                if source is not None:
+                    del source[id_]
+                return Outcome.DONE
+            payload = bytearray(np.array(held, np.int64).tobytes().ljust(tokens * self.token_bytes, b"\0"))
+            open_files(move.target).write(name, [header_of(label, 0, memoryview(payload)), memoryview(payload)])
+        except FileNotFoundError:
+            return Outcome.MISSING
+        except Damaged:
+            return Outcome.DAMAGED
+        except OSError:
+            return Outcome.FAILED
+        return Outcome.DONE
 
     async def stats(self) -> list[dict[str, int]]:
         """As one rank."""

@@ -1,7 +1,7 @@
 """Turning durable facts into chunks, in the background, at lower priority than chats.
 
     submit(owner, wishes) ─► queue, each owner once ─► up to ENCODES_AT_ONCE owners at a time, one job each, in steps:
-         wait until no chat waits ─► reserve bytes ─► drop the evicted ─► prefill with captures ─► commit or abort
+         wait until no chat waits ─► reserve bytes ─► evict others ─► prefill with captures ─► commit or abort
 
 Steps are short (`connector.encode_steps`), and `encode_pace` says when one may begin.
 
@@ -24,6 +24,7 @@ from connector.chunk import ChunkId, text_salt
 from connector.encode_steps import steps
 from connector.ledger import ChunkLedger
 from connector.port import Engine
+from connector.tiers import Tiers
 from connector.windows import EncodeJob
 from deployments import telemetry
 from deployments.encode_pace import EncodePace
@@ -52,10 +53,12 @@ class _Submission(NamedTuple):
 class Encoder:
     """The only one that changes what the ledger holds. Made on the event loop that it runs on."""
 
-    def __init__(self, engine: Engine, ledger: ChunkLedger, pace: EncodePace) -> None:
+    def __init__(self, engine: Engine, ledger: ChunkLedger, pace: EncodePace, tiers: Tiers | None = None) -> None:
+        """`tiers` around the `ledger`; without them what is evicted is gone."""
         self._engine = engine
         self.pace = pace
         self._ledger = ledger
+        self._tiers = tiers or Tiers(engine, ledger)
         self._waiting: dict[str, _Submission] = {}  # by owner, in the order of arrival
         self._running: dict[str, _Submission] = {}
         self._changed = asyncio.Condition()
@@ -67,7 +70,7 @@ class Encoder:
     def backlog(self) -> int:
         """Chunks that are waited for."""
         pending = {**self._running, **self._waiting}.values()
-        return sum(not self._ledger.peek_resident(id_) for submission in pending for id_ in submission.wishes.ids())
+        return sum(not self._tiers.peek_held(id_) for submission in pending for id_ in submission.wishes.ids())
 
     async def submit(self, owner: str, wishes: Wishes, *, spare_s: float = 0.0) -> None:
         """Encode what `owner` lacks, soon; replaces what the owner submitted before, but for the job that runs.
@@ -91,9 +94,10 @@ class Encoder:
             await self._changed.wait_for(lambda: self.idle(owner))
 
     async def forget(self, ids: Sequence[ChunkId]) -> None:
-        """Drops chunks here and on the workers; when this returns they are gone, and so is all that was forgotten
-        before. Raises `EngineFailed` where the workers did not confirm it."""
-        await self._drop(self._ledger.forget(ids))
+        """Drops chunks here, on the workers and from files; when this returns they are gone, and so is all that was
+        forgotten before. Raises `EngineFailed` where the workers did not confirm it, `Unavailable` where a file system
+        did not."""
+        await self._drop(self._tiers.strike(ids))
 
     def close(self) -> None:
         """Stops encoding; what runs is aborted."""
@@ -121,7 +125,7 @@ class Encoder:
         return next((owner for owner in self._waiting if owner not in self._running), None)
 
     async def _encode_all(self, owner: str, submission: _Submission) -> None:
-        for job in submission.wishes.jobs(self._ledger.peek_resident):
+        for job in submission.wishes.jobs(self._tiers.peek_held):
             try:
                 await self._encode(owner, job, submission.spare_s)
             except EngineFailed:
@@ -133,12 +137,11 @@ class Encoder:
 
     async def _encode(self, owner: str, job: EncodeJob, spare_s: float) -> None:
         refs = {range_.id: range_.tokens for range_ in job.captures}
-        evicted = self._ledger.reserve(owner, list(refs.items()), spare_s=spare_s)
-        if evicted is None:
+        await self._drop(())
+        if not await self._tiers.make_room(owner, list(refs.items()), spare_s=spare_s, own=not spare_s):
             log.info("The chunk budget is used up; %d chunks stay text", len(refs))
             return
         try:
-            await self._drop(evicted)
             sizes = {"step_tokens": self.pace.step_tokens, "block_tokens": self._engine.block_tokens}
             for step in steps(job, **sizes):
                 async with self.pace.turn(len(step.token_ids) - step.known_tokens):
@@ -162,13 +165,14 @@ class Encoder:
         finally:
             unwanted = self._ledger.commit(done)
         await self._drop(unwanted)
+        await self._tiers.writer.encoded(owner, done)
 
     async def _drop(self, ids: Iterable[ChunkId]) -> None:
         self._to_drop.update(ids)
         async with self._dropping:  # whoever waits here finds the own ids dropped, or drops them
             due, self._to_drop = self._to_drop, set()
             try:
-                await self._engine.drop(sorted(due))
+                await self._tiers.remove(due)
             except BaseException:
                 self._to_drop |= due
                 raise

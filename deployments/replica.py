@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 OpenShard = Callable[[ShardSettings, ShardId, Directory, FactStore, Lease], "Awaitable[Shard]"]
 """What `deployments.shard_start.open_shard` is."""
 
+FLUSH_S = 5.0
+"""How long a shard that stops waits for its chunks' files."""
+
 log = logging.getLogger(__name__)
 
 
@@ -72,8 +75,12 @@ class ShardReplica:
             self._directory = Directory(redis, keys)
             self._lease = Lease(settings.heartbeat_ttl_s, settings.redis_grace_s)
             start = open_shard or _product()
-            self._shard = await start(settings, self._me, self._directory, FactStore(redis, keys), self._lease)
-            undo.callback(self._shard.close)
+            store = FactStore(redis, keys)
+            self._shard = shard = await start(settings, self._me, self._directory, store, self._lease)
+            undo.callback(shard.close)
+            undo.push_async_callback(shard.flush, FLUSH_S)
+            sweeping = asyncio.create_task(shard.janitor(self._me, self._directory).run())
+            undo.callback(sweeping.cancel)
             await self._beat()
             undo.push_async_callback(self._retire)
             self._beating = asyncio.create_task(self._keep_beating())
@@ -120,12 +127,13 @@ class ShardReplica:
             chunks=len(shard.ledger),
             requests_in_flight=shard.requests_in_flight,
             encode_backlog=shard.encoder.backlog(),
-            tiers=(("device", shard.ledger.bytes, shard.ledger.budget_bytes),),
+            tiers=shard.tiers.usage(),
             counters={
                 **shard.counters,
                 "facts_added": shard.writes.facts_added,
                 "wrong_shard": shard.users.wrong_shard,
                 **shard.memory_counts.plain(),
+                **shard.tiers.counters,
             },
         )
 

@@ -8,15 +8,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
-from connector.ledger import ChunkLedger
 from connector.memory_counts import Reason
 from connector.plan import Piece
 from connector.template import PromptTemplate
+from connector.tiers import Tiers
 from connector.windows import FactChunks, Line
 from deployments.encoder import Encoder
 from deployments.ports import Embeds
@@ -30,6 +31,9 @@ SPARE_S = 60.0
 """Who was active so lately loses no chunks to those that a chat misses: where the budget is too small for everybody who
 is active, some are served as text, instead of each evicting the others with each chat."""
 
+LOAD_DEADLINE_S = 0.5
+"""How long a chat waits for chunks to come from a lower tier before they are served as text."""
+
 
 class Residents:
     """Keeps embeddings and chunks in step with the facts of every resident user."""
@@ -39,30 +43,35 @@ class Residents:
         store: FactStore,
         embedder: Embeds,
         encoder: Encoder,
-        ledger: ChunkLedger,
+        tiers: Tiers,
         template: PromptTemplate,
         *,
         model_digest: str,
         window_facts: int,
         room_tokens: int,
+        load_deadline_s: float = LOAD_DEADLINE_S,
     ) -> None:
         self._store = store
         self._embedder = embedder
         self._encoder = encoder
-        self._ledger = ledger
+        self._tiers = tiers
         self._template = template
         self._model_digest = model_digest
         self._head = template.default_head()
         self._window_facts = window_facts
         self._room_tokens = room_tokens
+        self._load_deadline_s = load_deadline_s
         self._chunks: WeakKeyDictionary[UserMemory, FactChunks] = WeakKeyDictionary()
         self._lines: WeakKeyDictionary[UserMemory, dict[FactId, tuple[str, Line]]] = WeakKeyDictionary()
         self._indexing: WeakKeyDictionary[UserMemory, asyncio.Lock] = WeakKeyDictionary()
 
     async def changed(self, memory: UserMemory) -> None:
         """The facts changed. When this returns, chunks that stand for no fact are gone everywhere on this shard; new
-        ones come in the background. Raises `EngineFailed` where the workers did not confirm that they are gone."""
+        ones come in the background. Raises `EngineFailed` or `Unavailable` where the workers or a file system did not
+        confirm that they are gone."""
         user = memory.placement.user
+        if memory not in self._chunks:
+            await self._tiers.adopt(user)
         lines = self._lines.setdefault(memory, {})
         current = memory.current()
         # Nothing is awaited before the chunks know the facts: a chat may have found them already.
@@ -75,7 +84,7 @@ class Residents:
         chunks.update([lines[fact.id][1] for fact in current])
         await self._encoder.submit(user, chunks)
         wanted = set(chunks.ids())
-        await self._encoder.forget([id_ for id_ in self._ledger.ids_of(user) if id_ not in wanted])
+        await self._encoder.forget([id_ for id_ in self._tiers.ids_of(user) if id_ not in wanted])
 
     async def read(self, memory: UserMemory, facts: Sequence[Fact]) -> None:
         """Tokenises facts beside the event loop, so that `changed` need not on it."""
@@ -84,15 +93,15 @@ class Residents:
 
     async def added(self, memory: UserMemory) -> None:
         """As `changed`, where no fact was deleted: nobody is told that anything is gone, so nothing is waited for."""
-        with suppress(EngineFailed):  # what the workers did not confirm is dropped later, and served no more
+        with suppress(EngineFailed, Unavailable):  # what was not confirmed is dropped later, and served no more
             await self.changed(memory)
 
     async def ready(self, memory: UserMemory) -> FactChunks:
         """The user's chunks, set up on first touch; every fact is in the index when this returns. Chunks of facts whose
         last day has passed are dropped, with those that were encoded behind them.
 
-        Chunks that are missing (evicted for another user, say) are encoded again in the background, where nobody who is
-        active has to give theirs.
+        Chunks that are in no tier are encoded again in the background, and those in a lower one brought to the device,
+        where nobody who is active has to give theirs.
         """
         if memory not in self._chunks:
             await self.read(memory, memory.current())
@@ -100,15 +109,32 @@ class Residents:
             await self.added(memory)
         await self.index(memory)
         chunks, user = self._chunks[memory], memory.placement.user
-        if self._encoder.idle(user) and not all(map(self._ledger.peek_resident, chunks.ids())):
-            await self._encoder.submit(user, chunks, spare_s=SPARE_S)
+        lost = partial(self._encode_missing, user, chunks)
+        self._tiers.prefetch(user, chunks.ids()[::-1], spare_s=SPARE_S, lost=lost)
+        await lost()
         return chunks
+
+    async def fetch(self, memory: UserMemory, facts: Sequence[Fact]) -> bool:
+        """Brings the chunks of these facts (nearest first) to the device, as far as that can be done in time. False
+        where none was in a lower tier, and nothing was waited for."""
+        chunks, user = self._chunks[memory], memory.placement.user
+        ids = [id_ for fact in reversed(facts) if (id_ := chunks.piece(fact.id).chunk) is not None]
+        if not self._tiers.peek_below(ids):
+            return False
+        await self._tiers.promote(user, ids, deadline_s=self._load_deadline_s)
+        await self._encode_missing(user, chunks)  # a file may have turned out to be damaged
+        return True
+
+    async def _encode_missing(self, user: UserId, chunks: FactChunks) -> None:
+        if self._encoder.idle(user) and not all(map(self._tiers.peek_held, chunks.ids())):
+            await self._encoder.submit(user, chunks, spare_s=SPARE_S)
 
     async def left(self, user: UserId) -> None:
         """The user is another shard's now. Raises `EngineFailed` where the workers did not confirm that the chunks are
         gone; they are dropped later then."""
         await self._encoder.submit(user, self._no_chunks(user))
-        await self._encoder.forget(self._ledger.ids_of(user))
+        self._tiers.release(user)
+        await self._encoder.forget(sorted(self._tiers.ids_of(user)))
 
     async def index(self, memory: UserMemory) -> None:
         """Embeds and indexes the facts that are not, once at a time for a user."""
@@ -133,15 +159,21 @@ class Residents:
         return self._embedder.model + vector.tobytes()
 
     def encoded(self, memory: UserMemory, fact: FactId) -> bool:
-        """Whether the fact can be injected now."""
+        """Whether the fact is a chunk, in whatever tier."""
         chunks = self._chunks.get(memory)
-        return chunks is not None and fact in self._lines[memory] and self._is_resident(chunks.piece(fact))
+        if chunks is None or fact not in self._lines[memory]:
+            return False
+        id_ = chunks.piece(fact).chunk
+        return id_ is not None and self._tiers.peek_held(id_)
 
     def servable(self, piece: Piece) -> Piece:
-        """The piece as it can be served now: without its chunk, where that is not here, but with the reason."""
-        if self._is_resident(piece):
+        """The piece as it can be served now: where its chunk is not on the device, without it and with the reason."""
+        id_ = piece.chunk
+        if id_ is not None and self._tiers.device.peek_resident(id_):
             return piece
-        evicted = piece.chunk is not None and self._ledger.was_evicted(piece.chunk)
+        if id_ is not None and self._tiers.peek_held(id_):
+            return Piece(piece.token_ids, unready=Reason.LATE)
+        evicted = id_ is not None and self._tiers.device.was_evicted(id_)
         return Piece(piece.token_ids, unready=Reason.EVICTED if evicted else Reason.NOT_ENCODED)
 
     def _unread(self, memory: UserMemory, facts: Iterable[Fact]) -> list[Fact]:
@@ -155,6 +187,3 @@ class Residents:
         return FactChunks(
             user, self._model_digest, self._head, window_facts=self._window_facts, room_tokens=self._room_tokens
         )
-
-    def _is_resident(self, piece: Piece) -> bool:
-        return piece.chunk is not None and self._ledger.peek_resident(piece.chunk)

@@ -53,6 +53,12 @@ class ShardSettings:
     heartbeat_interval_s: float
     heartbeat_ttl_s: float
     redis_grace_s: float
+    chunk_host_bytes: int = 0
+    chunk_disk_dir: Path | None = None
+    chunk_disk_bytes: int = 0
+    chunk_shared_url: str | None = None
+    chunk_shared_bytes: int = 0
+    chunk_load_deadline_s: float = 0.5
     resident_users: int = 10_000  # users whose facts and index are in the replica's memory
     cluster: str = ""  # among those of the namespace; its shards know only each other
     gpus: int = 0  # that the engine spans; 0: CPU cores

@@ -9,20 +9,23 @@ the replica's unique id, which is also the shard's name: a restarted replica is 
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import ExitStack, aclosing, contextmanager
+from contextlib import ExitStack, aclosing, contextmanager, suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from connector.ledger import SHARED, ChunkLedger
+from connector.ledger import SHARED
 from connector.memory_counts import MemoryCounts
 from connector.plan import plan_memory
 from connector.port import Engine, EngineDelta
 from connector.template import PromptTemplate
+from connector.tiers import Tiers
 from deployments.chat_plan import ChatPlan, ChatPlanner
 from deployments.encoder import Encoder
 from deployments.heads import Heads
+from deployments.janitor import Janitor
 from deployments.memory_calls import (
     AddCall,
     DeleteCall,
@@ -44,9 +47,10 @@ from deployments.resident import Residents
 from deployments.resident_use import ResidentUse
 from deployments.telemetry import first_token, step
 from deployments.usage import UsageNotes
+from sharding.directory import Directory
 from sharding.errors import Busy, EngineFailed
 from sharding.facts import FactStore
-from sharding.ids import UserId
+from sharding.ids import ShardId, UserId
 from sharding.user_memory import UserTable
 
 T = TypeVar("T")
@@ -58,7 +62,7 @@ class Shard:
     def __init__(
         self,
         engine: Engine,
-        ledger: ChunkLedger,
+        tiers: Tiers,
         encoder: Encoder,
         heads: Heads,
         residents: Residents,
@@ -71,7 +75,8 @@ class Shard:
         max_fact_tokens: int,
     ) -> None:
         self.engine = engine
-        self.ledger = ledger
+        self.tiers = tiers
+        self.ledger = tiers.device
         self.encoder = encoder
         self.heads = heads
         self.residents = residents
@@ -108,6 +113,7 @@ class Shard:
 
     async def warm_up(self) -> None:
         """Runs each path once: the default head is encoded and injected, a sentence embedded."""
+        await self.tiers.open()
         await self.embedder.embed(["What do you know about me?"])
         head = await self.heads.piece(self.template.default_head())
         await self.heads.encoded()
@@ -117,9 +123,20 @@ class Shard:
         async for _ in self.engine.generate("warm-up", plan, self.engine.sampling(2)):
             pass
 
+    def janitor(self, me: ShardId, directory: Directory) -> Janitor:
+        """Who removes files of users that are not this shard's."""
+        return Janitor(me, self.tiers, self.residents, self.table, directory, self.store)
+
+    async def flush(self, deadline_s: float) -> None:
+        """Returns when what is in memory is in files, or the deadline has passed: what is not is encoded again."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(deadline_s):
+                await self.tiers.writer.written()
+
     def close(self) -> None:
         """Ends the engine and what runs beside it."""
         self.encoder.close()
+        self.tiers.close()
         self.embedder.close()
         self.engine.shutdown()
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+from connector.file_tier import FileTier
+from connector.files import LocalFiles
 from connector.ledger import ChunkLedger
 from connector.port import Engine
 from connector.template import PromptTemplate
+from connector.tiers import Tiers
 from deployments.encode_pace import EncodePace
 from deployments.encoder import Encoder
 from deployments.heads import Heads
@@ -12,6 +17,7 @@ from deployments.ports import Embeds
 from deployments.resident import Residents
 from deployments.settings import ShardSettings
 from deployments.shard import Shard
+from sharding.errors import StartupError
 from sharding.facts import FactStore
 from sharding.user_memory import UserTable
 
@@ -26,23 +32,24 @@ def put_together(
     pace: EncodePace,
 ) -> Shard:
     """A shard around an engine that runs. Its encoder runs from here on; `Shard.close` ends all of it."""
-    ledger = ChunkLedger(settings.chunk_device_bytes, engine.token_bytes)
-    encoder = Encoder(engine, ledger, pace)
+    tiers = _tiers(settings, engine)
+    encoder = Encoder(engine, tiers.device, pace, tiers)
     residents = Residents(
         store,
         embedder,
         encoder,
-        ledger,
+        tiers,
         template,
         model_digest=engine.model_digest,
         window_facts=settings.window_facts,
         room_tokens=engine.max_model_len - 1,
+        load_deadline_s=settings.chunk_load_deadline_s,
     )
     return Shard(
         engine,
-        ledger,
+        tiers,
         encoder,
-        Heads(engine.model_digest, encoder, ledger, template.default_head()),
+        Heads(engine.model_digest, encoder, tiers.device, template.default_head()),
         residents,
         embedder,
         template,
@@ -51,3 +58,22 @@ def put_together(
         max_requests_in_flight=settings.max_requests_in_flight,
         max_fact_tokens=settings.max_fact_tokens,
     )
+
+
+def _tiers(settings: ShardSettings, engine: Engine) -> Tiers:
+    """Device, host, local disk, shared path, as far as the settings give them bytes. Raises `StartupError`."""
+    device = ChunkLedger(settings.chunk_device_bytes, engine.token_bytes)
+    if engine.refusal is not None:  # there will be no chunks
+        return Tiers(engine, device)
+    host = ChunkLedger(settings.chunk_host_bytes, engine.token_bytes)
+    opened = partial(FileTier, token_bytes=engine.token_bytes, ranks=engine.ranks, digest=engine.model_digest)
+    files: list[FileTier] = []
+    try:
+        if settings.chunk_disk_dir is not None and settings.chunk_disk_bytes:
+            directory, lock = LocalFiles.take(settings.chunk_disk_dir)
+            files.append(opened("disk", str(directory), settings.chunk_disk_bytes, lock=lock))
+        if settings.chunk_shared_url is not None and settings.chunk_shared_bytes:
+            files.append(opened("shared", settings.chunk_shared_url, settings.chunk_shared_bytes))
+    except (OSError, ImportError, ValueError) as error:
+        raise StartupError(f"The chunks' files cannot be kept: {error}") from error
+    return Tiers(engine, device, host, files)

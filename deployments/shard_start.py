@@ -36,6 +36,7 @@ async def open_shard(
             EngineSettings(
                 settings.model_path,
                 chunk_budget_bytes=settings.chunk_device_bytes,
+                host_budget_bytes=settings.chunk_host_bytes,
                 max_model_len=settings.max_model_len,
                 kv_cache_bytes=settings.kv_cache_bytes,
                 tensor_parallel=max(1, settings.gpus),
@@ -56,6 +57,7 @@ async def open_shard(
         pace = EncodePace(GPU_STEP_TOKENS if torch.cuda.is_available() else CPU_STEP_TOKENS)
         shard = put_together(settings, engine, embedder, template, table, store, pace)
         undo.callback(shard.encoder.close)
+        undo.callback(shard.tiers.close)
         await shard.warm_up()
         undo.pop_all()
         return shard

@@ -31,17 +31,17 @@ def test_another_python_is_refused() -> None:
 
 
 def test_memory_is_counted_by_shard() -> None:
-    settings = Settings.from_environment(shards=2, kv_cache_bytes=GIB, chunk_device_bytes=GIB)
-    needed = int(8.5 * GIB)
+    settings = Settings.from_environment(shards=2, kv_cache_bytes=GIB, chunk_device_bytes=GIB, chunk_host_bytes=GIB)
+    needed = int(10.5 * GIB)
     preflight.check_memory(settings, needed)
-    with pytest.raises(StartupError, match=r"2 shards need about 8\.5 GiB of memory and 8\.0 GiB are free"):
+    with pytest.raises(StartupError, match=r"2 shards need about 10\.5 GiB of memory and 10\.0 GiB are free"):
         preflight.check_memory(settings, needed - GIB // 2)
 
 
 def test_the_weights_of_a_configured_model_are_counted(tmp_path: Path) -> None:
     with (tmp_path / "model.safetensors").open("wb") as weights:
         weights.truncate(GIB)  # sparse
-    settings = Settings.from_environment(shards=2, model=tmp_path)
+    settings = Settings.from_environment(shards=2, model=tmp_path, chunk_host_bytes=0)
     with pytest.raises(StartupError, match=r"need about 10\.5 GiB"):
         preflight.check_memory(settings, int(8.5 * GIB))
 

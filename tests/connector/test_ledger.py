@@ -84,13 +84,15 @@ class LedgerMachine(RuleBasedStateMachine):
         heads = self._evictable([SHARED], spare_s) - set(wanted)
         users = self._evictable([o for o in OWNERS if o not in (owner, SHARED)], spare_s)
         before = (self.ledger.bytes, len(self.ledger))
-        evicted = self.ledger.reserve(owner, [(id_, LENGTHS[id_]) for id_ in wanted], spare_s=spare_s)
+        leaving = self.ledger.reserve(owner, [(id_, LENGTHS[id_]) for id_ in wanted], spare_s=spare_s)
+        evicted = None if leaving is None else list(leaving)
         evicted_heads = [id_ for id_ in evicted or () if id_ in IDS[SHARED]]
         over = self._size(here | new) - self._size(set(evicted_heads)) - BUDGET
         if evicted is None:
             assert heads_over > self._size(heads) or over > self._size(users)
             assert (self.ledger.bytes, len(self.ledger)) == before
             return
+        assert leaving == {id_: (OWNER[id_], LENGTHS[id_]) for id_ in evicted}
         self._check_order(evicted_heads, heads, heads_over)
         self._check_order([id_ for id_ in evicted if id_ not in IDS[SHARED]], users, over)
         self.resident -= set(evicted)
@@ -160,7 +162,7 @@ def ledger() -> Iterator[ChunkLedger]:
     ledger = ChunkLedger(10, 1)
     for owner in ("alice", "bob"):
         ids = [ChunkId(f"{owner}-{n}") for n in range(5)]
-        assert ledger.reserve(owner, [(id_, 1) for id_ in ids]) == []
+        assert list(ledger.reserve(owner, [(id_, 1) for id_ in ids])) == []
         assert ledger.commit(ids) == []
     yield ledger
     ledger.check_integrity()
@@ -168,7 +170,7 @@ def ledger() -> Iterator[ChunkLedger]:
 
 def test_the_user_who_was_active_last_keeps_the_chunks(ledger: ChunkLedger) -> None:
     ledger.touch("alice")
-    assert ledger.reserve("carol", [(ChunkId("carol-0"), 2)]) == ["bob-0", "bob-1"]
+    assert list(ledger.reserve("carol", [(ChunkId("carol-0"), 2)])) == ["bob-0", "bob-1"]
 
 
 def test_a_request_keeps_its_chunks_from_eviction_until_it_ends(ledger: ChunkLedger) -> None:
@@ -177,8 +179,8 @@ def test_a_request_keeps_its_chunks_from_eviction_until_it_ends(ledger: ChunkLed
     with ledger.pinned("alice", alice):
         assert ledger.reserve("carol", new) is None
         with ledger.pinned("bob", bob[:1]):
-            assert ledger.reserve("carol", [(ChunkId("carol-0"), 4)]) == bob[1:]
-    assert ledger.reserve("carol", [(ChunkId("carol-1"), 1)]) in ([alice[0]], [bob[0]])
+            assert list(ledger.reserve("carol", [(ChunkId("carol-0"), 4)])) == bob[1:]
+    assert list(ledger.reserve("carol", [(ChunkId("carol-1"), 1)])) in ([alice[0]], [bob[0]])
 
 
 def test_a_user_never_evicts_the_own_chunks(ledger: ChunkLedger) -> None:
@@ -189,7 +191,7 @@ def test_a_user_never_evicts_the_own_chunks(ledger: ChunkLedger) -> None:
 def test_who_was_active_a_moment_ago_keeps_the_chunks_where_that_is_asked_for() -> None:
     now = 0.0
     ledger = ChunkLedger(4, 1, clock=lambda: now)
-    assert ledger.reserve("alice", [(ChunkId("alice-0"), 4)]) == []
+    assert list(ledger.reserve("alice", [(ChunkId("alice-0"), 4)])) == []
     ledger.commit(["alice-0"])
     now = 9.0
     assert ledger.reserve("bob", [(ChunkId("bob-0"), 1)], spare_s=10.0) is None
@@ -197,7 +199,7 @@ def test_who_was_active_a_moment_ago_keeps_the_chunks_where_that_is_asked_for() 
     now = 18.0
     assert ledger.reserve("bob", [(ChunkId("bob-0"), 1)], spare_s=10.0) is None
     now = 19.0
-    assert ledger.reserve("bob", [(ChunkId("bob-0"), 1)], spare_s=10.0) == ["alice-0"]
+    assert list(ledger.reserve("bob", [(ChunkId("bob-0"), 1)], spare_s=10.0)) == ["alice-0"]
 
 
 # -- heads ------------------------------------------------------------------------------------------------------------
@@ -208,7 +210,7 @@ def crowded() -> Iterator[ChunkLedger]:
     """Room for 32 tokens, four of them for heads; Alice has 28, and three heads one each."""
     ledger = ChunkLedger(32, 1)
     for owner, ids in (("alice", [f"alice-{n}" for n in range(28)]), (SHARED, ["head-0", "head-1", "head-2"])):
-        assert ledger.reserve(owner, [(ChunkId(id_), 1) for id_ in ids]) == []
+        assert list(ledger.reserve(owner, [(ChunkId(id_), 1) for id_ in ids])) == []
         ledger.commit([ChunkId(id_) for id_ in ids])
     yield ledger
     ledger.check_integrity()
@@ -220,20 +222,20 @@ def test_a_user_never_evicts_a_head(crowded: ChunkLedger) -> None:
 
 
 def test_a_head_within_the_heads_share_evicts_users(crowded: ChunkLedger) -> None:
-    assert crowded.reserve("bob", [(ChunkId("bob-0"), 1)]) == []
-    assert crowded.reserve(SHARED, [(ChunkId("head-3"), 1)]) == ["alice-0"]
+    assert list(crowded.reserve("bob", [(ChunkId("bob-0"), 1)])) == []
+    assert list(crowded.reserve(SHARED, [(ChunkId("head-3"), 1)])) == ["alice-0"]
 
 
 def test_beyond_their_share_heads_evict_the_head_used_longest_ago_and_no_user(crowded: ChunkLedger) -> None:
     with crowded.pinned("alice", [ChunkId("head-0")]):
         pass
-    assert crowded.reserve(SHARED, [(ChunkId("head-3"), 2)]) == ["head-1"]
+    assert list(crowded.reserve(SHARED, [(ChunkId("head-3"), 2)])) == ["head-1"]
 
 
 def test_a_head_in_use_is_not_evicted(crowded: ChunkLedger) -> None:
     with crowded.pinned("alice", [ChunkId("head-1")]):
         assert crowded.reserve(SHARED, [(ChunkId("head-3"), 4)]) is None
-        assert crowded.reserve(SHARED, [(ChunkId("head-3"), 3)]) == ["head-0", "head-2"]
+        assert list(crowded.reserve(SHARED, [(ChunkId("head-3"), 3)])) == ["head-0", "head-2"]
 
 
 def test_a_head_larger_than_the_heads_share_is_refused(crowded: ChunkLedger) -> None:
@@ -259,7 +261,7 @@ def test_a_reservation_counts_before_its_chunk_comes_and_is_not_evicted(ledger: 
     assert ledger.reserve("carol", [(ChunkId("carol-0"), 10)]) is not None
     assert ledger.reserve("dave", [(ChunkId("dave-0"), 1)]) is None
     ledger.abort([ChunkId("carol-0")])
-    assert ledger.reserve("dave", [(ChunkId("dave-0"), 10)]) == []
+    assert list(ledger.reserve("dave", [(ChunkId("dave-0"), 10)])) == []
 
 
 def test_what_gave_its_room_to_others_is_remembered_as_evicted_until_it_is_encoded_again() -> None:

@@ -13,6 +13,7 @@ from slow_engine import STEP_TOKENS, SlowEngine
 
 from connector.ledger import ChunkLedger
 from connector.template import PromptTemplate
+from connector.tiers import Tiers
 from deployments.encode_pace import EncodePace
 from deployments.encoder import Encoder
 from deployments.resident import Residents
@@ -76,7 +77,8 @@ class Home:
         self.engine = SlowEngine(budget)
         self.now = 0.0
         self.ledger = ChunkLedger(budget, self.engine.token_bytes, clock=lambda: self.now)
-        self.encoder = Encoder(self.engine, self.ledger, EncodePace(STEP_TOKENS))  # type: ignore[arg-type]
+        self.tiers = Tiers(self.engine, self.ledger)  # type: ignore[arg-type]
+        self.encoder = Encoder(self.engine, self.ledger, EncodePace(STEP_TOKENS), self.tiers)  # type: ignore[arg-type]
         self.embedder = LengthEmbedder()
         self.shelf = Shelf()
         self.template = PromptTemplate(LetterTokenizer())
@@ -84,7 +86,7 @@ class Home:
             self.shelf,  # type: ignore[arg-type]
             self.embedder,  # type: ignore[arg-type]
             self.encoder,
-            self.ledger,
+            self.tiers,
             self.template,
             model_digest="model",
             window_facts=WINDOW,

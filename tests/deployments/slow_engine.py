@@ -37,6 +37,7 @@ class SlowEngine:
 
     model_digest = "model"
     token_bytes = 1
+    ranks = 1
     block_tokens = 1
 
     def __init__(self, budget_tokens: int) -> None:

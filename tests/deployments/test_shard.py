@@ -65,7 +65,7 @@ class House:
         engine: Any = home.engine
         engine.max_model_len, engine.generate = 1_000, self.generate
         heads = Heads("model", home.encoder, home.ledger, home.template.default_head())
-        parts: Any = (engine, home.ledger, home.encoder, heads, home.residents, home.embedder, home.template)
+        parts: Any = (engine, home.tiers, home.encoder, heads, home.residents, home.embedder, home.template)
         self.shard = Shard(*parts, self.table, self.table, max_requests_in_flight=1, max_fact_tokens=99)  # type: ignore[arg-type]
 
     async def generate(self, request_id: str, plan: PromptPlan, sampling: Any) -> AsyncGenerator[EngineDelta, None]:

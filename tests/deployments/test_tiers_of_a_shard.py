@@ -1,0 +1,203 @@
+"""What a user notices of tiers: nothing but time. Answers come from the facts as they are, wherever the chunks are."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+from tiered_shard import TieredShard, chunk_files, tiered_shard
+
+from connector.chunk_file import HEADER_BYTES, owner_of
+from connector.memory_counts import Reason
+from deployments.deterministic import DeterministicEngine, mark
+from deployments.memory_calls import ForgetCall
+from sharding.client import connect
+from sharding.ids import Placement, ShardId, UserId
+from sharding.placement import ShardReport
+from tests.sharding.real_valkey import running_valkey
+
+NAMES = ("Anna", "Berta", "Clara", "Dora", "Emma", "Frida", "Greta", "Hanna")
+FACTS = [f"boat {n} is called {name}" for n, name in enumerate(NAMES)]
+QUESTION = "What is boat called?"
+
+
+@pytest.fixture(scope="module")
+async def valkey(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[Redis, str]]:
+    with running_valkey(tmp_path_factory.mktemp("v")) as server:
+        async with connect(server.url) as redis:
+            yield redis, server.url
+
+
+@pytest.fixture
+async def redis(valkey: tuple[Redis, str]) -> Redis:
+    await valkey[0].flushall()
+    return valkey[0]
+
+
+@pytest.fixture
+def url(valkey: tuple[Redis, str]) -> str:
+    return valkey[1]
+
+
+async def test_a_user_larger_than_the_device_is_answered_from_lower_tiers_without_prefilling_a_fact(
+    redis: Redis, url: str, tmp_path: Path
+) -> None:
+    async with tiered_shard("a", redis, url, tmp_path) as home:
+        alice, bob = await home.owns("alice"), await home.owns("bob")
+        for placement in (alice, bob):
+            await home.told(placement, *(f"{fact} by {placement.user}" for fact in FACTS))
+        for _ in range(3):
+            for placement in (alice, bob):
+                read, finished = await home.asked(placement, QUESTION, top_k=5)
+                texts = {mark(f"{fact} by {placement.user}") for fact in FACTS}
+                assert len(read) == 5
+                assert set(read) <= texts
+                assert finished.memory.fallback is None
+                assert finished.memory.injected_tokens >= finished.memory.memory_tokens
+        assert home.shard.tiers.counters["found_disk"] > 0
+        assert home.shard.tiers.counters["found_none"] == 0
+
+
+async def test_a_deleted_fact_is_in_no_file_when_that_is_confirmed(redis: Redis, url: str, tmp_path: Path) -> None:
+    shared = {"chunk_shared_url": str(tmp_path / "shared"), "chunk_shared_bytes": 1 << 30}
+    async with tiered_shard("a", redis, url, tmp_path, **shared) as home:
+        alice = await home.owns("alice")
+        ids = await home.told(alice, *FACTS)
+        assert len(chunk_files(tmp_path / "disk")) == len(chunk_files(tmp_path / "shared")) == len(FACTS)
+        engine = home.shard.engine
+        assert isinstance(engine, DeterministicEngine)
+        engine.encode = _nothing  # type: ignore[method-assign]  # what stood behind the fact is not encoded again
+        await home.deleted(alice, ids[7])
+        for folder in ("disk", "shared"):
+            assert len(chunk_files(tmp_path / folder)) == len(FACTS) - 1
+            assert not any(b"Hanna" in path.read_bytes() for path in chunk_files(tmp_path / folder))
+        for fact in ids[:7]:
+            await home.deleted(alice, fact)
+        assert chunk_files(tmp_path) == []
+        assert (await home.asked(alice, QUESTION))[0] == []
+
+
+async def test_a_shard_that_starts_again_answers_from_its_files(redis: Redis, url: str, tmp_path: Path) -> None:
+    async with tiered_shard("a", redis, url, tmp_path) as home:
+        alice = await home.owns("alice")
+        await home.told(alice, *FACTS)
+    async with tiered_shard("b", redis, url, tmp_path) as home:
+        alice = await home.owns("alice", alice)
+        encoded = home.shard.engine.counters["encode_prefilled_tokens"]  # the head's
+        read, finished = await home.asked(alice, QUESTION)
+        assert sorted(read) == sorted(map(mark, FACTS))
+        assert finished.memory.injected_tokens >= finished.memory.memory_tokens > 0
+        assert home.shard.engine.counters["encode_prefilled_tokens"] == encoded
+
+
+async def test_what_another_shard_deleted_meanwhile_is_neither_read_nor_kept(
+    redis: Redis, url: str, tmp_path: Path
+) -> None:
+    async with tiered_shard("a", redis, url, tmp_path) as home:
+        alice = await home.owns("alice")
+        ids = await home.told(alice, *FACTS)
+    async with tiered_shard("b", redis, url, tmp_path / "elsewhere") as other:
+        alice = await other.owns("alice", alice)
+        await other.deleted(alice, ids[-1])
+    async with tiered_shard("c", redis, url, tmp_path) as home:
+        alice = await home.owns("alice", alice)
+        read, _ = await home.asked(alice, QUESTION)
+        assert sorted(read) == sorted(map(mark, FACTS[:-1]))
+        assert len(chunk_files(tmp_path / "disk")) == len(FACTS) - 1
+
+
+async def test_a_damaged_file_is_served_as_text_and_encoded_again(redis: Redis, url: str, tmp_path: Path) -> None:
+    async with tiered_shard("a", redis, url, tmp_path) as home:
+        alice = await home.owns("alice")
+        await home.told(alice, *FACTS)
+    for path in chunk_files(tmp_path / "disk"):
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+    async with tiered_shard("b", redis, url, tmp_path) as home:
+        alice = await home.owns("alice", alice)
+        for _ in range(2):
+            read, finished = await home.asked(alice, QUESTION)
+            assert sorted(read) == sorted(map(mark, FACTS))
+            await _background(home)
+        assert finished.memory.injected_tokens >= finished.memory.memory_tokens > 0
+
+
+async def test_chunks_that_are_late_are_served_as_text_which_says_why(redis: Redis, url: str, tmp_path: Path) -> None:
+    async with tiered_shard("a", redis, url, tmp_path) as home:
+        alice = await home.owns("alice")
+        await home.told(alice, *FACTS)
+    async with tiered_shard("b", redis, url, tmp_path, chunk_load_deadline_s=0.05) as home:
+        alice = await home.owns("alice", alice)
+        engine = home.shard.engine
+        assert isinstance(engine, DeterministicEngine)
+        move, gate = engine.move, asyncio.Event()
+
+        async def slow(asked: object) -> object:
+            await gate.wait()
+            return await move(asked)  # type: ignore[arg-type]
+
+        engine.move = slow  # type: ignore[method-assign, assignment]
+        read, finished = await home.asked(alice, QUESTION)
+        assert sorted(read) == sorted(map(mark, FACTS))
+        assert finished.memory.fallback is Reason.LATE
+        gate.set()
+        await home.shard.tiers.promote("alice", sorted(home.shard.tiers.ids_of("alice")), deadline_s=20.0)
+        _, finished = await home.asked(alice, QUESTION)
+        assert finished.memory.fallback is None
+
+
+async def test_a_user_who_is_another_shards_now_leaves_no_file_on_the_local_disk(
+    redis: Redis, url: str, tmp_path: Path
+) -> None:
+    async with tiered_shard("a", redis, url, tmp_path) as home:
+        alice = await home.owns("alice")
+        await home.told(alice, *FACTS)
+        moved = await home.directory.switch(alice, ShardId("b"))
+        assert moved == Placement(UserId("alice"), ShardId("b"), alice.epoch + 1)
+        await home.shard.residents.left(UserId("alice"))
+        assert chunk_files(tmp_path / "disk") == []
+
+
+async def test_files_of_users_whom_another_shard_owns_or_who_have_no_facts_are_swept_away(
+    redis: Redis, url: str, tmp_path: Path
+) -> None:
+    users = ("stays", "moved", "empty", "waits")
+    async with tiered_shard("a", redis, url, tmp_path) as home:
+        placed = {user: await home.owns(user) for user in users}
+        for user, placement in placed.items():
+            await home.told(placement, f"I am {user}")
+    async with (
+        tiered_shard("b", redis, url, tmp_path) as home,
+        tiered_shard("c", redis, url, tmp_path / "elsewhere") as other,
+    ):
+        for shard in ("b", "c"):
+            await home.directory.heartbeat(_report(shard), ShardId(shard), 60.0)
+        await other.owns("moved", placed["moved"])
+        empty = await other.owns("empty", placed["empty"])
+        await other.shard.ask(ForgetCall("r", empty))
+        await home.directory.release(empty)
+        stays = await home.owns("stays", placed["stays"])
+        await home.asked(stays, QUESTION)
+        await home.shard.janitor(home.me, home.directory).sweep()
+        left = {owner_of(path.read_bytes()[:HEADER_BYTES]) for path in chunk_files(tmp_path / "disk")}
+        assert left == {"stays", "waits"}
+
+
+def _report(shard: str) -> str:
+    report = ShardReport(shard=ShardId(shard), model="m", ready=True, free_bytes=0, users=0, requests_in_flight=0)
+    return report.model_dump_json()
+
+
+async def _nothing(*_: object) -> set[str]:
+    return set()
+
+
+async def _background(home: TieredShard) -> None:
+    async with asyncio.timeout(10):
+        while home.shard.tiers._prefetching:  # noqa: ASYNC110  # nobody waits for it, so it tells nobody
+            await asyncio.sleep(0.002)
+    await home.shard.encoder.settled("alice")
