@@ -133,6 +133,27 @@ def encode(
 
 
 @app.command()
+def tiers(quick: Quick = False, json: Json = None, model: Model = None) -> None:
+    """Time to first token by where the chunks are, and under traffic over ten times what the device holds."""
+    check_targets(json, None)
+    from benchmarks import tiers as bench
+    from benchmarks import tiers_report
+    from benchmarks.results import Report
+
+    console = Console()
+    try:
+        with processes.interruptible():
+            measured = asyncio.run(bench.measure(model, console, quick))
+    except KeyboardInterrupt:
+        raise typer.Exit(processes.INTERRUPTED) from None
+    finally:
+        console.show_cursor()
+    console.print(tiers_report.tier_table(measured), tiers_report.traffic_table(measured), sep="\n")
+    if json is not None:
+        Report.of("tiers", list(tiers_report.rows(measured))).write_json(json)
+
+
+@app.command()
 def search(quick: Quick = False, json: Json = None) -> None:
     """Finding facts among many: recall and time of the index, against exact search."""
     check_targets(json, None)

@@ -47,8 +47,8 @@ class OpenShard:
 
 
 @asynccontextmanager
-async def shard_in_process(model: Path | None) -> AsyncIterator[OpenShard]:
-    """Raises `StartupError`."""
+async def shard_in_process(model: Path | None, **sizes: Any) -> AsyncIterator[OpenShard]:
+    """`sizes` are fields of `ShardSettings`. Raises `StartupError`."""
     settings = Settings.from_environment(model=model)
     model_path = models.prepare_language_model(settings)
     os.environ.update(models.OFFLINE)
@@ -83,6 +83,7 @@ async def shard_in_process(model: Path | None) -> AsyncIterator[OpenShard]:
                     heartbeat_interval_s=settings.heartbeat_interval_s,
                     heartbeat_ttl_s=settings.heartbeat_ttl_s,
                     redis_grace_s=settings.redis_grace_s,
+                    **sizes,
                 ),
                 ME,
                 directory,

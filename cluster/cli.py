@@ -95,6 +95,28 @@ def status(url: Url = None) -> None:
 
 
 @app.command()
+def migrate(
+    user: Annotated[str, typer.Argument(help="The user's id.")],
+    shard: Annotated[str, typer.Argument(help="The shard to move to, as `memshard status` names it.")],
+    url: Url = None,
+) -> None:
+    """Move a user of a running server to another shard. Reads go on; writes wait for the last part of the copy."""
+    from cluster.moves import migrate
+
+    migrate(_address(url), user, shard, Console())
+
+
+@app.command()
+def drain(
+    shard: Annotated[str, typer.Argument(help="The shard to empty, as `memshard status` names it.")], url: Url = None
+) -> None:
+    """Move everybody away from a shard of a running server, which takes no new users from then on."""
+    from cluster.moves import drain
+
+    drain(_address(url), shard, Console())
+
+
+@app.command()
 def demo(url: Url = None) -> None:
     """Tell a running server about two people, ask about them, and time the answers with and without injection."""
     from cluster.demo import play

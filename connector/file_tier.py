@@ -131,6 +131,24 @@ class FileTier:
         """What the ledger evicted has to go."""
         self._doomed.update((gone.owner, id_) for id_, gone in leaving.items())
 
+    async def copy_from(self, other: FileTier, key: str, id_: ChunkId) -> bool:
+        """A chunk's files of another tier, whose room here is reserved; whether they are here."""
+
+        def copy() -> None:
+            size = (other.ledger.size_of(other.ledger.tokens(id_)) - other.ledger.chunk_bytes) // self._ranks
+            for rank in range(self._ranks):
+                name = name_of(self._digest, key, id_, rank)
+                header, payload = bytearray(HEADER_BYTES), memoryview(bytearray(size))
+                other.files.read(name, header, payload)
+                self.files.write(name, [bytes(header), payload])
+
+        try:
+            await asyncio.to_thread(copy)
+        except (OSError, Damaged) as error:
+            log.warning("A chunk could not be copied from %s to %s: %s", other.name, self.name, error)
+            return False
+        return True
+
     def written(self, key: str, ids: Iterable[ChunkId], done: set[ChunkId]) -> None:
         """Of the chunks that were reserved, `done` are there; of the others, and of those forgotten meanwhile, there
         may be files that have to go."""

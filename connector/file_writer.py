@@ -72,6 +72,46 @@ class FileWriter:
                     with ledger.held([id_ for id_, _ in here]):
                         await self._store(tier, owner, here, source)
 
+    async def share(self, owner: str) -> int:
+        """Writes what an owner has here, in memory or in a tier that is this shard's alone, to the first tier that
+        others see; how many chunks that tier did not have before. Without such a tier: none."""
+        tier = next((tier for tier in self._tiers if not tier.exclusive and not tier.ill), None)
+        if tier is None:
+            return 0
+        key = owner_key(owner)
+        before = len(tier.ledger.ids_of(key))
+        for ledger, source in self._memory:
+            refs = [(id_, ledger.tokens(id_)) for id_ in ledger.ids_of(owner) if ledger.peek_resident(id_)]
+            for some in slices(refs, self._most):
+                here = [ref for ref in some if ledger.peek_resident(ref[0])]
+                with ledger.held([id_ for id_, _ in here]):
+                    await self._store(tier, owner, here, source)
+        for other in self._tiers:
+            if other.exclusive and not other.ill:
+                for id_ in other.ledger.ids_of(key):
+                    await self._copy(other, tier, key, id_)
+        return len(tier.ledger.ids_of(key)) - before
+
+    async def _copy(self, source: FileTier, target: FileTier, key: str, id_: ChunkId) -> None:
+        """From file to file, as it is: whoever reads it checks it."""
+        if id_ in target.ledger or not source.ledger.peek_resident(id_):
+            return
+        leaving = target.ledger.reserve(key, [(id_, source.ledger.tokens(id_))], own=True)
+        if leaving is None:
+            return
+        done: set[ChunkId] = set()
+        with source.ledger.held([id_]):
+            async with self._moves.on_the_way([id_], target.name):
+                try:
+                    target.doom(leaving)
+                    await target.remove()
+                    if await target.copy_from(source, key, id_):
+                        done.add(id_)
+                except Unavailable:
+                    log.warning("The %s tier is full, and nothing can be removed", target.name)
+                finally:
+                    target.written(key, [id_], done)
+
     async def save(self, owner: str, refs: Sequence[ChunkRef], source: str) -> None:
         """Writes what is about to leave memory to the first tier that takes it, where no file is yet."""
         for tier in self._tiers:

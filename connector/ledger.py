@@ -195,6 +195,13 @@ class ChunkLedger:
             gone.append(id_)
         return gone
 
+    def evict(self, owner: str) -> dict[ChunkId, Evicted]:
+        """Strikes out what an owner has here and no request uses. Returns it: it must leave."""
+        leaving = [id_ for id_ in self.ids_of(owner) if id_ not in self._pins and id_ not in self._reserved]
+        evicted = {id_: Evicted(owner, self.tokens(id_)) for id_ in leaving}
+        self.forget(leaving)
+        return evicted
+
     def adopt(self, owner: str, sizes: Mapping[ChunkId, int]) -> list[ChunkId]:
         """Counts chunks that were found in this tier, by their bytes. Returns those that there is no room for, none
         being evicted for them; they must go."""

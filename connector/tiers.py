@@ -124,6 +124,15 @@ class Tiers:
             raise
         return True
 
+    async def demote(self, owner: str) -> None:
+        """Takes what an owner has off the device, as if others needed the room. Raises `EngineFailed`."""
+        leaving = self.device.evict(owner)
+        try:
+            await self._evict(leaving)
+        except BaseException:
+            self._moves.uncertain(leaving)
+            raise
+
     async def _evict(self, leaving: Mapping[ChunkId, Evicted]) -> None:
         async with self._evicting:
             users = {id_: gone for id_, gone in leaving.items() if gone.owner != SHARED}
@@ -219,6 +228,11 @@ class Tiers:
         """The user is this shard's: what others left of it in a tier that both see counts here from now on."""
         for tier in self.files:
             await tier.adopt(owner)
+
+    async def share(self, owner: str) -> int:
+        """Sees to it that others find what an owner has here; how many chunks had to be copied for it. Raises
+        `EngineFailed`."""
+        return await self.writer.share(owner)
 
     def release(self, owner: str) -> None:
         """The user is another shard's: what is in a tier that both see is that one's."""

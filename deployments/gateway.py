@@ -20,6 +20,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 
 from deployments import telemetry
+from deployments.admin_api import admin_routes
 from deployments.api_docs import ERRORS, install_openapi
 from deployments.chat_api import chat_routes
 from deployments.health_api import health_routes
@@ -94,6 +95,7 @@ def create_app(gateway: Gateway, stamps_request_id: bool = True) -> FastAPI:
     app.include_router(platform_routes(gateway.memories, settings))
     app.include_router(oss_routes(gateway.memories, settings))
     app.include_router(memory_routes(gateway.memories, settings))
+    app.include_router(admin_routes(gateway.shards, gateway.calls, gateway.owners, settings))
     app.include_router(health_routes(gateway.shards, gateway.owners, settings))
     app.include_router(metrics_routes(gateway.metrics))
     install_openapi(app, BODIES)

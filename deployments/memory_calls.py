@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
 from sharding.filters import Filter
-from sharding.ids import FactId, Placement, UserId
+from sharding.ids import FactId, Placement, ShardId, UserId
+from sharding.move import End
 from sharding.scopes import Entity
 
 T_co = TypeVar("T_co", covariant=True)
@@ -167,3 +168,29 @@ class OwnerExport:
 @dataclass(frozen=True, slots=True)
 class ExportCall(MemoryCall[OwnerExport]):
     """Everything that is kept of the owner."""
+
+
+@dataclass(frozen=True, slots=True)
+class MoveReport:
+    """How a move ended. `placement` is the one under which the user is served now, as far as the source knows."""
+
+    end: End
+    placement: Placement
+    copied_chunks: int = 0  # that the tier both see did not have before
+    paused_s: float = 0.0  # how long writes waited
+    closed_s: float = 0.0  # how long reads waited
+
+
+@dataclass(frozen=True, slots=True)
+class MoveCall(MemoryCall[MoveReport]):
+    """Move the user to another shard."""
+
+    target: ShardId
+
+
+@dataclass(frozen=True, slots=True)
+class DrainReport:
+    """How many users were moved away, and how many there was no time for."""
+
+    moved: int
+    left: int

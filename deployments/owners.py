@@ -143,6 +143,10 @@ class Owners:
             raise
         self._read_at = self._clock()
 
+    def moved(self, placement: Placement) -> None:
+        """The user is there now."""
+        self._cache.put(placement)
+
     def distrust(self, shard: ShardId, user: UserId | None, error: RetryableError) -> None:
         """A call that went to `shard` because of what is cached here failed with WrongShard or ShardGone."""
         if user is not None:

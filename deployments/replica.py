@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from ray import serve
 
 from deployments import exposition, telemetry
-from deployments.memory_calls import MemoryCall
+from deployments.memory_calls import DrainReport, MemoryCall
 from deployments.messages import ChatCall, ChatEvent, ShardStatus
 from deployments.settings import ShardSettings
 from deployments.telemetry import Carried, continued
@@ -31,7 +31,7 @@ from sharding.facts import FactStore
 from sharding.ids import ShardId
 from sharding.keys import KeySpace
 from sharding.lease import Lease
-from sharding.placement import ShardReport
+from sharding.placement import PlacementPolicy, ShardReport
 
 if TYPE_CHECKING:
     from deployments.shard import Shard
@@ -53,6 +53,7 @@ class ShardReplica:
 
     _running: AsyncExitStack | None = None  # ends what the start began
     _held: socket.socket | None = None
+    _ready = True
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, settings: ShardSettings, open_shard: OpenShard | None = None
@@ -85,6 +86,7 @@ class ShardReplica:
             undo.push_async_callback(self._retire)
             self._beating = asyncio.create_task(self._keep_beating())
             undo.callback(self._beating.cancel)
+            undo.push_async_callback(self._hand_over)
             self._running = undo.pop_all()
 
     async def chat(
@@ -120,7 +122,7 @@ class ShardReplica:
         return ShardStatus(
             shard=self._me,
             model=self._settings.model,
-            ready=True,
+            ready=self._ready,
             started_at=self._started_at,
             users=len(memories),
             facts=sum(len(memory) for memory in memories),
@@ -132,10 +134,20 @@ class ShardReplica:
                 **shard.counters,
                 "facts_added": shard.writes.facts_added,
                 "wrong_shard": shard.users.wrong_shard,
+                "moved_users": shard.mover.moved_users,
                 **shard.memory_counts.plain(),
                 **shard.tiers.counters,
             },
         )
+
+    async def drain(self, deadline_s: float) -> DrainReport | MemshardError:
+        """See `Mover.drain`; from now on nobody is placed here. Raises nothing of ours."""
+        self._ready = False
+        try:
+            await self._beat()
+            return await self._shard.mover.drain(self._me, PlacementPolicy(), deadline_s)
+        except MemshardError as error:
+            return self._told(error)
 
     async def metrics(self) -> str:
         """What this shard counts and measures, vLLM's own metrics included, in Prometheus' text format."""
@@ -153,6 +165,12 @@ class ShardReplica:
             await self._running.aclose()
         if self._held is not None:
             self._held.close()
+
+    async def _hand_over(self) -> None:
+        """Users need not be encoded again, where another shard goes on. Nothing rests on it."""
+        report = await self.drain(self._settings.drain_s)
+        if isinstance(report, MemshardError):
+            log.info("Nobody was moved away: %s", report)
 
     async def _retire(self) -> None:
         with suppress(Unavailable):
@@ -175,7 +193,7 @@ class ShardReplica:
         report = ShardReport(
             shard=self._me,
             model=self._settings.model,
-            ready=True,
+            ready=self._ready,
             free_bytes=self._shard.ledger.budget_bytes - self._shard.ledger.bytes,
             users=status.users,
             requests_in_flight=status.requests_in_flight,

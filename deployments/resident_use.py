@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
 from deployments.resident import Residents
 from deployments.usage import UsageNotes
 from sharding.errors import WrongShard
-from sharding.ids import Placement
+from sharding.ids import Placement, UserId
 from sharding.user_memory import UserMemory, UserTable
 
 T = TypeVar("T")
@@ -26,12 +26,15 @@ class ResidentUse:
         self._table = table
         self._usage = usage
         self._residents = residents
+        self._closed: dict[UserId, asyncio.Event] = {}
         self._background: set[asyncio.Task[Any]] = set()
         self.wrong_shard = 0  # calls that were refused as another shard's
 
     @asynccontextmanager
     async def use(self, placement: Placement) -> AsyncIterator[UserMemory]:
         """The user's memory, kept while in use; a user that turns out to be another shard's is forgotten here."""
+        while (open_again := self._closed.get(placement.user)) is not None:
+            await open_again.wait()
         try:
             async with self._table.use(placement) as memory:
                 self._usage.served(placement)
@@ -42,6 +45,16 @@ class ResidentUse:
             if placement.user not in self._table:  # may be held under another placement
                 self.soon("Chunks of a user who left are dropped later", self._residents.left(placement.user))
             raise
+
+    @contextmanager
+    def closed(self, user: UserId) -> Iterator[None]:
+        """Whoever comes for this user waits until this ends; whoever has come already is not disturbed."""
+        open_again = self._closed[user] = asyncio.Event()
+        try:
+            yield
+        finally:
+            del self._closed[user]
+            open_again.set()
 
     async def to_its_end(self, write: Coroutine[Any, Any, T]) -> T:
         """A write goes on where its caller has gone away: what is done in Redis has to be done here, too."""

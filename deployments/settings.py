@@ -59,6 +59,7 @@ class ShardSettings:
     chunk_shared_url: str | None = None
     chunk_shared_bytes: int = 0
     chunk_load_deadline_s: float = 0.5
+    drain_s: float = 5.0  # how long a shard that stops moves users to others
     resident_users: int = 10_000  # users whose facts and index are in the replica's memory
     cluster: str = ""  # among those of the namespace; its shards know only each other
     gpus: int = 0  # that the engine spans; 0: CPU cores

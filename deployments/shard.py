@@ -36,12 +36,14 @@ from deployments.memory_calls import (
     HistoryCall,
     ListCall,
     MemoryCall,
+    MoveCall,
     SearchCall,
     UpdateCall,
 )
 from deployments.memory_reads import MemoryReads
 from deployments.memory_writes import MemoryWrites
 from deployments.messages import ChatCall, ChatDelta, ChatEvent, ChatFinished, ChatStarted, MemoryUse
+from deployments.mover import Mover
 from deployments.ports import Embeds
 from deployments.resident import Residents
 from deployments.resident_use import ResidentUse
@@ -95,6 +97,7 @@ class Shard:
         self.writes = writes = MemoryWrites(
             self.users, residents, store, template, reads, max_fact_tokens=max_fact_tokens
         )
+        self.mover = Mover(tiers, residents, self.users, table)
         self._answers: dict[type, Callable[[Any], Awaitable[Any]]] = {
             AddCall: writes.add,
             UpdateCall: writes.update,
@@ -106,6 +109,7 @@ class Shard:
             FactCall: reads.get_fact,
             HistoryCall: reads.history,
             ExportCall: reads.export,
+            MoveCall: self.mover.move,
         }
 
     def _bytes_of(self, user: UserId) -> int:

@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import AsyncGenerator
 from typing import Any, Protocol, TypeVar
 
-from deployments.memory_calls import MemoryCall
+from deployments.memory_calls import DrainReport, MemoryCall
 from deployments.messages import ChatCall, ChatEvent, ChatFinished, ShardStatus
 from deployments.ray_errors import as_memshard_error
 from deployments.telemetry import carried
@@ -19,6 +19,10 @@ from sharding.errors import DeadlineExceeded, MemshardError, ShardGone
 from sharding.ids import ShardId
 
 T = TypeVar("T")
+
+
+DRAIN_MARGIN_S = 15.0
+"""A move that has begun when the time is up still ends."""
 
 
 class Shards(Protocol):
@@ -36,6 +40,9 @@ class Shards(Protocol):
 
     async def status(self, shard: ShardId, deadline_s: float) -> ShardStatus:
         """What the shard says of itself now."""
+
+    async def drain(self, shard: ShardId, deadline_s: float) -> DrainReport:
+        """Takes no new users from now on, and moves its users away until shortly before the deadline."""
 
     async def metrics(self, shard: ShardId, deadline_s: float) -> str:
         """The shard's numbers and durations, and vLLM's own, in Prometheus' text format."""
@@ -79,6 +86,10 @@ class ShardClient(Shards):
 
     async def status(self, shard: ShardId, deadline_s: float) -> ShardStatus:
         return await self._call(shard, "status", deadline_s)  # type: ignore[no-any-return]
+
+    async def drain(self, shard: ShardId, deadline_s: float) -> DrainReport:
+        move_s = max(0.0, deadline_s - DRAIN_MARGIN_S)
+        return await self._call(shard, "drain", deadline_s, move_s)  # type: ignore[no-any-return]
 
     async def metrics(self, shard: ShardId, deadline_s: float) -> str:
         return await self._call(shard, "metrics", deadline_s)  # type: ignore[no-any-return]

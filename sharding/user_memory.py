@@ -56,7 +56,7 @@ class UserTable:
     ) -> None:
         self.lease = lease
         self._me = me
-        self._directory = directory
+        self.directory = directory
         self._store = store
         self._dim = dim
         self._capacity = capacity
@@ -170,7 +170,7 @@ class UserTable:
                 del self._admissions[placement]
 
     async def _confirm(self, placement: Placement) -> None:
-        standing = await self._directory.lookup(placement.user)
+        standing = await self.directory.lookup(placement.user)
         if standing == placement:
             return
         resident = self._residents.get(placement.user)

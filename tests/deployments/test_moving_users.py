@@ -1,0 +1,244 @@
+"""Users move between shards while they talk: nothing is lost, doubled, stale or refused, wherever it is cut off."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+from tiered_shard import TieredShard, chunk_files, tiered_shard
+
+from deployments.deterministic import mark
+from deployments.memory_calls import MoveCall, MoveReport
+from deployments.mover import _Move
+from sharding.client import connect
+from sharding.errors import EngineFailed, InvalidRequest, Unavailable, WrongShard
+from sharding.ids import Placement, ShardId, UserId
+from sharding.move import DROP_TRIES, Do, End, Outcome
+from sharding.placement import PlacementPolicy, ShardReport
+from tests.sharding.real_valkey import running_valkey
+
+ALICE = UserId("alice")
+FACTS = [f"boat {n} is called {name}" for n, name in enumerate(("Anna", "Berta", "Clara", "Dora", "Emma", "Frida"))]
+QUESTION = "What is boat called?"
+
+
+class Pair:
+    """Two shards, and a gateway's way to whoever owns Alice: the directory's word, asked again after `WrongShard`."""
+
+    def __init__(self, one: TieredShard, other: TieredShard) -> None:
+        self.one, self.other = one, other
+        self.shards = {one.me: one, other.me: other}
+        self.told: list[str] = []  # acknowledged
+
+    async def placement(self) -> Placement:
+        placement = await self.one.directory.lookup(ALICE)
+        assert placement is not None
+        return placement
+
+    async def sent(self, call: Callable[[TieredShard, Placement], Awaitable[object]], cached: Placement) -> object:
+        """As `OwnerCalls` does it: one retry."""
+        try:
+            return await call(self.shards[cached.shard], cached)
+        except WrongShard:
+            placement = await self.placement()
+            return await call(self.shards[placement.shard], placement)
+
+    async def tell(self, text: str, cached: Placement) -> None:
+        await self.sent(lambda shard, placement: shard.told(placement, text), cached)
+        self.told.append(text)
+
+    async def reads_what_was_told(self, cached: Placement) -> None:
+        before = set(map(mark, self.told))
+        read = await self.sent(lambda shard, placement: shard.asked(placement, QUESTION, 1_000), cached)
+        assert isinstance(read, tuple)
+        assert before <= set(read[0]), "an acknowledged fact was not read"
+        assert len(read[0]) == len(set(read[0])), "a fact was read twice"
+
+    async def move(self) -> MoveReport:
+        placement = await self.placement()
+        target = self.other.me if placement.shard == self.one.me else self.one.me
+        return await self.shards[placement.shard].shard.ask(MoveCall("r", placement, target))
+
+    async def everything_is_served_by_one(self) -> None:
+        placement = await self.placement()
+        owner = self.shards[placement.shard]
+        read, _ = await owner.asked(placement, QUESTION, 1_000)
+        assert sorted(read) == sorted(map(mark, self.told))
+        for shard in self.shards.values():
+            if shard is not owner:
+                with pytest.raises(WrongShard):
+                    await shard.asked(Placement(ALICE, shard.me, placement.epoch), QUESTION)
+                with pytest.raises(WrongShard):
+                    await shard.told(Placement(ALICE, shard.me, placement.epoch - 1), "too late")
+
+
+@pytest.fixture(scope="module")
+async def valkey(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[Redis, str]]:
+    with running_valkey(tmp_path_factory.mktemp("v")) as server:
+        async with connect(server.url) as redis:
+            yield redis, server.url
+
+
+@pytest.fixture(params=["by a shared path", "by encoding again"])
+async def pair(valkey: tuple[Redis, str], tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
+    redis, url = valkey
+    await redis.flushall()
+    shared = {"chunk_shared_url": str(tmp_path / "shared"), "chunk_shared_bytes": 1 << 30}
+    async with AsyncExitStack() as open_shards:
+        more = shared if request.param == "by a shared path" else {}
+        more = {**more, "chunk_device_bytes": 1 << 20}
+        one, other = [
+            await open_shards.enter_async_context(tiered_shard(name, redis, url, tmp_path, **more)) for name in "ab"
+        ]
+        for shard in (one, other):
+            report = ShardReport(shard=shard.me, model="m", ready=True, free_bytes=0, users=0, requests_in_flight=0)
+            await shard.directory.heartbeat(report.model_dump_json(), shard.me, 60.0)
+        pair = Pair(one, other)
+        alice = await one.owns("alice")
+        for fact in FACTS:
+            await pair.tell(fact, alice)
+        yield pair
+
+
+async def test_a_user_moves_there_and_back_and_answers_the_same(pair: Pair) -> None:
+    for _ in range(4):
+        before = await pair.placement()
+        report = await pair.move()
+        after = await pair.placement()
+        assert (report.end, report.placement) == (End.MOVED, after)
+        assert after.epoch == before.epoch + 1
+        await pair.everything_is_served_by_one()
+        source = pair.shards[before.shard].shard
+        assert source.ledger.ids_of("alice") == []
+        assert chunk_files(Path(source.tiers.files[0].url)) == []
+
+
+async def test_chunks_that_both_see_need_not_be_encoded_again(pair: Pair, tmp_path: Path) -> None:
+    if not (tmp_path / "shared").exists():
+        pytest.skip("there is no shared path")
+    encoded = pair.other.shard.engine.counters["encode_prefilled_tokens"]
+    await pair.move()
+    _, finished = await pair.other.asked(await pair.placement(), QUESTION)
+    assert finished.memory.injected_tokens >= finished.memory.memory_tokens > 0
+    assert pair.other.shard.engine.counters["encode_prefilled_tokens"] == encoded
+
+
+async def test_nothing_is_lost_or_refused_under_reads_and_writes_that_go_on(pair: Pair) -> None:
+    moving = True
+    cached = await pair.placement()
+
+    async def write() -> None:
+        for n in itertools.count():
+            if not moving:
+                return
+            await pair.tell(f"boat {100 + n} is called boat {n}", cached)
+
+    async def read() -> None:
+        while moving:
+            await pair.reads_what_was_told(cached)
+            await asyncio.sleep(0)
+
+    talking = [asyncio.create_task(write()), *(asyncio.create_task(read()) for _ in range(3))]
+    for _ in range(5):
+        await asyncio.sleep(0.02)
+        assert (await pair.move()).end is End.MOVED
+        cached = await pair.placement()
+    moving = False
+    await asyncio.gather(*talking)
+    assert len(pair.told) > len(FACTS)
+    await pair.everything_is_served_by_one()
+
+
+@pytest.mark.parametrize("step", list(Do))
+async def test_a_move_that_is_cut_off_anywhere_leaves_one_owner_who_serves_everything(
+    pair: Pair, step: Do, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process of the source is not killed here, but it is told nothing more: what it holds then must do no harm."""
+    if step in (Do.STAY, Do.UNDO):
+        monkeypatch.setattr(_Move, "_copy", _fails)
+    if step is Do.DISTRUST:
+        monkeypatch.setattr(_Move, "_switch", _fails)
+    outcome = _Move._outcome
+
+    async def cut_off(move: _Move, do: Do) -> Outcome:
+        if do is step:
+            raise asyncio.CancelledError
+        return await outcome(move, do)
+
+    monkeypatch.setattr(_Move, "_outcome", cut_off)
+    with pytest.raises(asyncio.CancelledError):
+        await pair.move()
+    monkeypatch.undo()
+    await pair.tell("boat 9 is called Nora", await pair.placement())
+    await pair.everything_is_served_by_one()
+    assert (await pair.move()).end is End.MOVED
+    await pair.everything_is_served_by_one()
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["refused", "done, and not heard of"])
+async def test_a_switch_without_an_answer_makes_nobody_serve_what_is_not_theirs(
+    pair: Pair, lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    switch = _Move._switch
+
+    async def unheard(move: _Move) -> None:
+        if lost:
+            await switch(move)
+        raise Unavailable("Redis is away")
+
+    monkeypatch.setattr(_Move, "_switch", unheard)
+    assert (await pair.move()).end is End.UNKNOWN
+    monkeypatch.undo()
+    assert (await pair.placement()).shard == (pair.other.me if lost else pair.one.me)
+    await pair.everything_is_served_by_one()
+
+
+async def test_workers_that_do_not_drop_do_not_keep_a_user_from_moving(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = itertools.count()
+
+    async def fails(move: _Move) -> None:
+        next(tried)
+        raise EngineFailed("no answer")
+
+    monkeypatch.setattr(_Move, "_drop", fails)
+    monkeypatch.setattr("deployments.mover.RETRY_S", 0.0)
+    assert (await pair.move()).end is End.MOVED
+    assert next(tried) == DROP_TRIES
+    await pair.everything_is_served_by_one()
+
+
+async def test_two_moves_at_once_end_with_one_owner(pair: Pair) -> None:
+    reports = await asyncio.gather(*(pair.move() for _ in range(3)), return_exceptions=True)
+    assert any(isinstance(report, MoveReport) and report.end is End.MOVED for report in reports)
+    await pair.everything_is_served_by_one()
+
+
+async def test_a_target_that_is_not_there_is_refused(pair: Pair) -> None:
+    placement = await pair.placement()
+    for target in ("nobody", placement.shard):
+        with pytest.raises(InvalidRequest, match="no other shard"):
+            await pair.one.shard.ask(MoveCall("r", placement, ShardId(target)))
+
+
+async def test_a_drained_shard_has_nobody_left(pair: Pair) -> None:
+    bob = await pair.one.owns("bob")
+    await pair.one.told(bob, "bob rows")
+    report = await pair.one.shard.mover.drain(pair.one.me, PlacementPolicy(), 20.0)
+    assert (report.moved, report.left) == (2, 0)
+    for user in ("alice", "bob"):
+        placement = await pair.one.directory.lookup(UserId(user))
+        assert placement is not None
+        assert placement.shard == pair.other.me
+    assert pair.one.shard.table.memories() == []
+    await pair.everything_is_served_by_one()
+
+
+async def _fails(move: _Move) -> None:
+    raise Unavailable("not now")
