@@ -147,6 +147,7 @@ class ShardReplica:
             await self._beat()
             return await self._shard.mover.drain(self._me, PlacementPolicy(), deadline_s)
         except MemshardError as error:
+            self._ready = True  # where there is nobody else, it goes on
             return self._told(error)
 
     async def metrics(self) -> str:
@@ -167,7 +168,10 @@ class ShardReplica:
             self._held.close()
 
     async def _hand_over(self) -> None:
-        """Users need not be encoded again, where another shard goes on. Nothing rests on it."""
+        """Where others see this shard's files, users go on there with their chunks. Nothing rests on it: without such
+        files they are claimed when they come, and this machine's files wait for its next shard."""
+        if all(tier.exclusive for tier in self._shard.tiers.files):
+            return
         report = await self.drain(self._settings.drain_s)
         if isinstance(report, MemshardError):
             log.info("Nobody was moved away: %s", report)

@@ -16,18 +16,22 @@ from deployments.memory_calls import (
     AddCall,
     AddedFact,
     DeleteCall,
+    DrainReport,
     FactCall,
     FactPage,
     FactView,
     ForgetCall,
     ListCall,
     MemoryCall,
+    MoveCall,
+    MoveReport,
 )
 from deployments.messages import ChatCall, ChatDelta, ChatEvent, ChatFinished, ChatStarted, MemoryUse, ShardStatus
 from deployments.settings import GatewaySettings
 from deployments.shard_client import Shards
 from sharding.errors import MemshardError, NotFound, ShardGone, Unavailable, WrongShard
 from sharding.ids import FactId, Placement, ShardId, UserId
+from sharding.move import End
 from sharding.placement import PlacementPolicy, ShardReport
 from sharding.registry import EntitySeen, OwnerNames
 from sharding.scopes import Entity, entity_of, new_id, owner_id, owner_tag, tag_in
@@ -89,6 +93,7 @@ class FakeShards(Shards):
     def __init__(self, directory: FakeDirectory, *ids: str) -> None:
         self.directory = directory
         self.by_id: dict[ShardId, FakeShard] = {}
+        self.drained: list[ShardId] = []
         for id in ids:
             self.start(id)
 
@@ -139,6 +144,11 @@ class FakeShards(Shards):
                 count = len(mine)
                 mine.clear()
                 return count
+            case MoveCall():
+                moved = Placement(call.placement.user, call.target, call.placement.epoch + 1)
+                self.by_id[call.target].facts[moved.user] = self.by_id[shard].facts.pop(moved.user)
+                self.directory.placements[moved.user] = moved
+                return MoveReport(End.MOVED, moved, 3, 0.25, 0.125)
             case FactCall() | DeleteCall():
                 if call.fact_id not in mine:
                     raise NotFound("There is no memory with this id.", field="id")
@@ -158,6 +168,11 @@ class FakeShards(Shards):
     async def status(self, shard: ShardId, deadline_s: float) -> ShardStatus:
         here = self._enter(shard, None)
         return ShardStatus(shard, MODEL, True, NOW, len(here.facts), 0, 0, 0, 0, (("device", 10, 100),), {"chats": 1})
+
+    async def drain(self, shard: ShardId, deadline_s: float) -> DrainReport:
+        self._enter(shard, None)
+        self.drained.append(shard)
+        return DrainReport(4, 2)
 
     async def metrics(self, shard: ShardId, deadline_s: float) -> str:
         return exposition.of_status(asdict(await self.status(shard, deadline_s)))
