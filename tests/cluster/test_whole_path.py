@@ -77,6 +77,25 @@ def test_every_request_of_a_user_reaches_the_shard_that_holds_the_memory(server:
         assert shard["chats"] == 3 * shard["users"]
 
 
+def test_a_user_moves_between_shards_with_their_chunks_and_is_answered_the_same(server: WholeServer) -> None:
+    server.remember("mover", *FACTS)
+    server.wait_encoded("mover")
+    before = server.ask("mover", "Where does my sister live?")
+    shards = [shard["shard"] for shard in server.shards()]
+    encoded = [shard["counters"]["memory_tokens_prefilled_not_encoded"] for shard in server.shards()]
+    for target in shards * 2:
+        report = server.http.post("/v1/admin/moves", json={"user_id": "mover", "shard": target})
+        assert report.status_code == 200, report.text
+        assert (report.json()["end"], report.json()["placement"]["shard"]) == ("moved", target)
+        answer = server.ask("mover", "Where does my sister live?")
+        assert answer["choices"] == before["choices"]
+        used = answer["memory"]
+        assert used["fact_ids"] == before["memory"]["fact_ids"]
+        assert used["fallback"] is None
+        assert used["injected_tokens"] + used["prefix_cached_tokens"] >= used["memory_tokens"]
+    assert [shard["counters"]["memory_tokens_prefilled_not_encoded"] for shard in server.shards()] == encoded
+
+
 def test_two_users_with_the_same_facts_share_nothing(server: WholeServer) -> None:
     for user in ("twin-a", "twin-b"):
         server.remember(user, *FACTS)

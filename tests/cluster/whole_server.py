@@ -42,6 +42,7 @@ class WholeServer:
             "MEMSHARD_SHARDS": "2",
             "MEMSHARD_KV_CACHE_BYTES": str(256 << 20),
             "MEMSHARD_CHUNK_DEVICE_BYTES": str(64 << 20),
+            "MEMSHARD_CHUNK_SHARED_URL": str(self.state_dir / "shared"),
         }
         for name in ("VLLM_CPU_OMP_THREADS_BIND", "VLLM_ALLOW_INSECURE_SERIALIZATION"):
             environment.pop(name, None)  # other tests in this process set them for engines of their own
