@@ -18,8 +18,9 @@ from typing import TextIO
 
 from connector.chunk import ChunkId
 from connector.chunk_file import HEADER_BYTES, Damaged, owner_of
+from connector.eviction import Evicted
 from connector.files import Entry, LocalFiles, name_of, open_files, owner_key
-from connector.ledger import ChunkLedger, Evicted
+from connector.ledger import ChunkLedger
 from sharding.errors import Unavailable
 
 ILL_S = 30.0

@@ -20,9 +20,10 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from connector.chunk import ChunkId, ChunkRef
+from connector.eviction import Evicted, EvictionPolicy, LeastRecentlyUsed, Usage
 
 SHARED = ""
 """The owner of chunks that belong to nobody: the prompts' heads."""
@@ -44,36 +45,8 @@ class _Holder(NamedTuple):
 @dataclass(slots=True)
 class _Held:
     sizes: dict[ChunkId, int] = field(default_factory=dict)  # in bytes, the least recently used first
+    bytes: int = 0  # of all of them
     used_at: float = 0.0
-
-
-class Usage(NamedTuple):
-    """What a policy knows of a user: bytes held, and when they were used last, by the ledger's clock."""
-
-    owner: str
-    bytes: int
-    used_at: float
-
-
-class Evicted(NamedTuple):
-    """A chunk that has to leave: whose it is, and its length in tokens."""
-
-    owner: str
-    tokens: int
-
-
-class EvictionPolicy(Protocol):
-    """Who gives chunks when others need the room."""
-
-    def order(self, users: Sequence[Usage]) -> Iterable[Usage]:
-        """The users, told least recently used first, in the order in which they are to give; some may be left out."""
-
-
-class LeastRecentlyUsed:
-    """Who was away longest gives everything first."""
-
-    def order(self, users: Sequence[Usage]) -> Iterable[Usage]:
-        return users
 
 
 class ChunkLedger:
@@ -162,10 +135,8 @@ class ChunkLedger:
             self._evicted.popitem(last=False)
         for id_, size in new.items():
             self._evicted.pop(id_, None)
-            holder = self._holder_of[id_] = _holder(owner, id_)
-            self._holders.setdefault(holder, _Held()).sizes[id_] = size
+            self._put(owner, id_, size)
             self._reserved.add(id_)
-            self.bytes += size
         self.touch(owner)
         self._touch(_holder(owner, id_) for id_, _ in refs)
         return leaving
@@ -187,10 +158,12 @@ class ChunkLedger:
             holder = self._holder_of.pop(id_, None)
             if holder is None:
                 continue
-            held = self._holders[holder].sizes
-            self.bytes -= held.pop(id_)
+            held = self._holders[holder]
+            size = held.sizes.pop(id_)
+            held.bytes -= size
+            self.bytes -= size
             self._reserved.discard(id_)
-            if not held:
+            if not held.sizes:
                 del self._holders[holder]
             gone.append(id_)
         return gone
@@ -211,10 +184,8 @@ class ChunkLedger:
                 continue
             if self.bytes + size > self.budget_bytes:
                 rest.append(id_)
-                continue
-            holder = self._holder_of[id_] = _holder(owner, id_)
-            self._holders.setdefault(holder, _Held()).sizes[id_] = size
-            self.bytes += size
+            else:
+                self._put(owner, id_, size)
         self._touch(_holder(owner, id_) for id_ in sizes)
         return rest
 
@@ -228,7 +199,7 @@ class ChunkLedger:
     def bytes_of(self, owner: str) -> int:
         """What a user's chunks take, reserved ones included."""
         held = self._holders.get(_Holder(owner, None))
-        return sum(held.sizes.values()) if held is not None else 0
+        return held.bytes if held is not None else 0
 
     def touch(self, owner: str) -> None:
         """The user was active."""
@@ -257,6 +228,13 @@ class ChunkLedger:
             for id_ in ids:
                 if self._pins[id_] <= 0:
                     del self._pins[id_]
+
+    def _put(self, owner: str, id_: ChunkId, size: int) -> None:
+        holder = self._holder_of[id_] = _holder(owner, id_)
+        held = self._holders.setdefault(holder, _Held())
+        held.sizes[id_] = size
+        held.bytes += size
+        self.bytes += size
 
     def _touch(self, holders: Iterable[_Holder]) -> None:
         for holder in holders:
@@ -289,7 +267,7 @@ class ChunkLedger:
     def _others(self, owner: str) -> list[_Holder]:
         """The other users as the policy has them give."""
         users = [
-            Usage(holder.owner, sum(held.sizes.values()), held.used_at)
+            Usage(holder.owner, held.bytes, held.used_at)
             for holder, held in self._holders.items()
             if holder.owner not in (owner, SHARED)
         ]
@@ -299,7 +277,7 @@ class ChunkLedger:
         return self._holders[self._holder_of[id_]].sizes[id_]
 
     def _shared_bytes(self) -> int:
-        return sum(sum(held.sizes.values()) for holder, held in self._holders.items() if holder.owner == SHARED)
+        return sum(held.bytes for holder, held in self._holders.items() if holder.owner == SHARED)
 
     def check_integrity(self) -> None:
         """Raises AssertionError where bytes, holders, reservations and pins do not add up."""
@@ -307,6 +285,7 @@ class ChunkLedger:
         assert holder_of == self._holder_of, "lookup and holders differ"
         assert all(holder == _holder(holder.owner, id_) for id_, holder in holder_of.items()), "a head in company"
         assert self.bytes == sum(map(self._size, holder_of)), "bytes do not add up"
+        assert all(held.bytes == sum(held.sizes.values()) for held in self._holders.values()), "a holder's bytes"
         assert self.bytes <= self.budget_bytes, "over budget"
         assert self._shared_bytes() <= self.shared_budget_bytes, "heads over their share"
         assert self._reserved <= holder_of.keys(), "a reservation of an unknown chunk"

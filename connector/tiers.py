@@ -25,10 +25,11 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from connector.chunk import ChunkId, ChunkRef
+from connector.eviction import Evicted
 from connector.file_tier import FileTier
 from connector.file_writer import FileWriter, slices
 from connector.files import owner_key
-from connector.ledger import SHARED, ChunkLedger, Evicted
+from connector.ledger import SHARED, ChunkLedger
 from connector.moves import DEVICE, HOST, Move, Moves, Outcome, Workers
 from sharding.errors import MemshardError, Unavailable
 
