@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from connector.chunk import ChunkId, chunk_id
 from connector.memory_counts import Reason
 from connector.metadata import Capture, Load, StepMetadata, transfer_params
 from connector.metadata import CaptureRange as Range
+from connector.moves import DEVICE, HOST, Move, Outcome
 from connector.rotation import rotate_keys
 from connector.scheduler_side import Scheduled, SchedulerSide
 from connector.worker_side import WorkerSide
@@ -186,6 +188,35 @@ def test_chunks_are_written_into_their_slots_and_nowhere_else(model: ToyModel) -
     assert model.worker.take_failed_blocks() == set()
     assert model.worker.take_report() is None
     assert model.worker.counters["injected_tokens"] == 5
+
+
+@pytest.mark.parametrize("places", [("host",), ("file",), ("host", "file")])
+def test_a_chunk_that_went_through_other_tiers_is_written_as_if_it_never_left(
+    model: ToyModel, tmp_path: Path, places: tuple[str, ...]
+) -> None:
+    kv = some_kv(5)
+    captured(model, A, kv, 7)
+    model.worker.load([Load("before", ((A, 5),), 0, (20, 21, 22, 23, 24), (5, 6))])
+    here = DEVICE
+    for place in [HOST if place == "host" else str(tmp_path) for place in places]:
+        moved(model, here, place)
+        if here in (DEVICE, HOST) and place not in (DEVICE, HOST):
+            model.worker.drop([A])
+        here = place
+    assert model.worker.store is not None
+    assert model.worker.store.get(A) is None
+    moved(model, here, DEVICE)
+    model.worker.load([Load("after", ((A, 5),), 0, (40, 41, 42, 43, 44), (10, 11))])
+    assert torch.equal(model.read(range(40, 45)), model.read(range(20, 25)))
+    assert model.worker.take_report() is None
+    model.worker.check_integrity()
+
+
+def moved(model: ToyModel, source: str, target: str) -> None:
+    tiers = model.worker.tiers
+    assert tiers is not None
+    tiers.begin(f"{source}-{target}", Move(source, target, "model", "alice", ((A, 5),)))
+    assert tiers.poll(f"{source}-{target}", 10.0) == {A: Outcome.DONE}
 
 
 def test_a_load_behind_a_prefix_hit_writes_only_what_follows_it(model: ToyModel) -> None:

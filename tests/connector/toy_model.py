@@ -90,7 +90,7 @@ class ToyModel:
         self.layers = {f"model.layers.{n}.self_attn.attn": ToyAttention(dtype) for n in (10, 2, 1)}
         self.caches = {name: torch.zeros(SLOTS, 2, HEADS, HEAD_DIM, dtype=dtype) for name in self.layers}
         self.rotary = rotary(dtype)
-        self.worker = WorkerSide(budget_bytes)
+        self.worker = WorkerSide(budget_bytes, host_budget_bytes=1 << 20)
         self.worker.register(self.layers, self.caches, ARCHITECTURES)
         self.worker.prove(model_around(self.layers, self.rotary))
 
