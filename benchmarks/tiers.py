@@ -7,7 +7,8 @@ First token. Each round, users in random order, a question never asked before, a
     encode                       the chunks are nowhere: they are encoded, and then the question is asked
     prompt                       the same facts as text
 
-`bring` is the time that the chunks alone take: loading all of them, or encoding them, on an idle engine.
+`bring` is the time that the chunks alone take: loading all of them, or encoding them, which keeps out of the way of
+chats as it always does (`deployments/encode_pace.py`).
 
 Traffic. Users with the same number of facts, asked by a Zipf law, one question at a time, about all of their facts:
 with a device budget of a tenth of what they have (and a host budget of two tenths, the rest on disk), and with one that

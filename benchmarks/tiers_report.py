@@ -52,7 +52,8 @@ def tier_table(measured: Measured) -> Table:
     rounds = len({sample.round for sample in measured.samples})
     drawn = Table(
         title=f"{measured.memory_tokens} tokens of facts, {measured.model}, ms: median (quartiles) of {rounds} rounds",
-        caption="bring: all chunks to the device, alone; ratios are medians of the rounds' ratios",
+        caption="bring: all chunks to the device, alone (encoding at the pace that leaves chats room); ratios are "
+        "medians of the rounds' ratios",
     )
     for heading in ("chunks in", "first token", "prompt / this", "bring", "encode / this"):
         drawn.add_column(heading, justify="left" if heading == "chunks in" else "right")
