@@ -29,7 +29,7 @@ from zlib import crc32
 from sharding.directory import PlacementCache
 from sharding.errors import RetryableError, ShardGone, Unavailable
 from sharding.ids import Placement, ShardId, UserId
-from sharding.placement import ShardReport
+from sharding.placement import Choices, ShardReport
 
 
 class PlacementDirectory(Protocol):
@@ -43,9 +43,9 @@ class PlacementDirectory(Protocol):
 
 
 class Policy(Protocol):
-    """Picks a shard for a user without a live owner; raises Unavailable where none is ready."""
+    """Picks shards for users without a live owner."""
 
-    def choose(self, reports: Iterable[ShardReport]) -> ShardId: ...
+    def choices(self, reports: Iterable[ShardReport]) -> Choices: ...
 
 
 class Owners:
@@ -66,6 +66,7 @@ class Owners:
         self._reports_ttl_s = reports_ttl_s
         self._clock = clock
         self._reports: dict[ShardId, ShardReport] = {}
+        self._choices: Choices | None = None  # made of the reports when somebody is placed
         self._read_at = -math.inf
         self._failure = Unavailable("The shards are not known yet.")
         self._failed_at = -math.inf
@@ -99,9 +100,15 @@ class Owners:
         return placement
 
     async def _claim(self, user: UserId, expected: Placement | None) -> Placement:
-        target = self._policy.choose((await self.live()).values())
+        reports = await self.live()
+        if self._choices is None:
+            self._choices = self._policy.choices(reports.values())
+        try:
+            target = self._choices.take(self._gone)
+        except Unavailable:
+            self._choices = None  # all that were open are gone; others may be a little busier
+            target = self._policy.choices(reports.values()).take(self._gone)
         placement = await self._directory.claim(user, target, expected)
-        self._count_user(placement.shard)
         self._cache.put(placement)
         return placement
 
@@ -138,6 +145,7 @@ class Owners:
     async def _read_reports(self) -> None:
         try:
             self._reports = await self._directory.shards()
+            self._choices = None
         except Unavailable as error:
             self._failure, self._failed_at = error, self._clock()
             raise
@@ -155,11 +163,6 @@ class Owners:
             self._cache.forget_shard(shard)
             if error.details.get("certain"):
                 self._gone.add(shard)
-
-    def _count_user(self, shard: ShardId) -> None:
-        """The report that was just relied on has one user more: else all new users of its lifetime go to one shard."""
-        if (report := self._reports.get(shard)) is not None:
-            self._reports[shard] = report.model_copy(update={"users": report.users + 1})
 
     async def reaches_redis(self) -> bool:
         """Whether Redis answers now."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import heapq
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,15 +40,36 @@ class PlacementPolicy:
     slack: float = 0.05
 
     def choose(self, reports: Iterable[ShardReport]) -> ShardId:
-        """The shard for a new user: most free bytes (but for `slack`), then fewest users, then the smallest id.
+        """The shard for one new user; see `choices`."""
+        return self.choices(reports).take()
 
-        Raises `Unavailable` where no shard is ready.
-        """
+    def choices(self, reports: Iterable[ShardReport]) -> Choices:
+        """Shards for the new users of as long as these reports are believed: most free bytes (but for `slack`), then
+        fewest users, then the smallest id."""
         ready = [report for report in reports if report.ready]
         if not ready:
-            raise Unavailable("No shard is ready to take a user; retry when one has started.", retry_after_s=2.0)
+            return Choices(())
         least_loaded = min(report.requests_in_flight for report in ready)
         open_to_new = [r for r in ready if r.requests_in_flight - least_loaded <= self.max_gap_requests]
         most_free = max(report.free_bytes for report in open_to_new)
-        free = [report for report in open_to_new if report.free_bytes >= (1 - self.slack) * most_free]
-        return min(free, key=lambda report: (report.users, report.shard)).shard
+        return Choices(report for report in open_to_new if report.free_bytes >= (1 - self.slack) * most_free)
+
+
+class Choices:
+    """Shards that are equally good but for their users, who are counted on: a report is a heartbeat old, and all new
+    users of its lifetime would else go to one shard."""
+
+    def __init__(self, reports: Iterable[ShardReport]) -> None:
+        self._heap = [(report.users, report.shard) for report in reports]
+        heapq.heapify(self._heap)
+
+    def take(self, gone: Collection[ShardId] = ()) -> ShardId:
+        """The one with fewest users, who has one more from now on; none of `gone`. Raises `Unavailable` where no shard
+        is ready."""
+        while self._heap:
+            users, shard = self._heap[0]
+            if shard not in gone:
+                heapq.heapreplace(self._heap, (users + 1, shard))
+                return shard
+            heapq.heappop(self._heap)
+        raise Unavailable("No shard is ready to take a user; retry when one has started.", retry_after_s=2.0)

@@ -78,3 +78,14 @@ def test_the_choice_is_ready_within_the_gap_and_unbeaten_in_any_order(reports, g
     assert all((chosen.free_bytes, -chosen.users) >= (r.free_bytes, -r.users) for r in rivals)
     random.shuffle(reports)
     assert policy.choose(reports) == chosen.shard
+
+
+def test_of_many_new_users_each_shard_gets_its_part_and_a_dead_one_none() -> None:
+    choices = PlacementPolicy().choices([report("a", users=3), report("b"), report("c"), report("d", free_bytes=1)])
+    taken = [choices.take(gone={ShardId("c")}) for _ in range(7)]
+    assert taken == ["b", "b", "b", "a", "b", "a", "b"]
+
+
+def test_a_choice_among_the_dead_is_unavailable() -> None:
+    with pytest.raises(Unavailable, match="No shard is ready"):
+        PlacementPolicy().choices([report("a")]).take(gone={ShardId("a")})
