@@ -54,3 +54,7 @@ def chaos(
         console.print(sentence, markup=False, highlight=False)
     if outcome.broken:
         raise MemshardError("The cluster did not keep its promises; see above")
+
+
+if __name__ == "__main__":
+    app()

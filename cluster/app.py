@@ -113,6 +113,7 @@ def build(
         expected_shards=settings.shards,
         default_top_k=settings.top_k,
         deadline_s=settings.request_deadline_s,
+        patience_s=settings.heartbeat_ttl_s + 3.0,  # until a shard that cannot be reached counts as gone
         telemetry=telemetry,
     )
     application: Any = gateways.bind(

@@ -79,7 +79,7 @@ class Gateway:
         self.shards = shards
         self.settings = settings
         self.owners = Owners(directory, policy, PlacementCache(settings.cached_users), settings.reports_ttl_s)
-        self.calls = OwnerCalls(shards, self.owners, settings.deadline_s)
+        self.calls = OwnerCalls(shards, self.owners, settings.deadline_s, settings.patience_s)
         self.memories = Memories(shards, self.calls, stores.names)
         self.metrics = Metrics(shards, self.owners, stores.pages, me, settings)
 

@@ -4,9 +4,9 @@
 that does not reach Redis where this gateway does. Before a chat's first event, and for every other call (all of them
 may be repeated: adding a fact twice is one fact, and answered as the first time), the directory is asked again and the
 call is sent once more.
-After the first token nothing is retried, unless the client gets the answer as a whole. A second failure is
-`Unavailable`, with one exception: a shard that first could not be reached and by then is known to be dead, whose user
-another shard can claim.
+After the first token nothing is retried, unless the client gets the answer as a whole. Where that fails, too, it is
+tried again for a while, until the shard answers or its heartbeat has run out and another shard can claim the user; then
+it is `Unavailable`.
 
 Only `add` makes a user: every other call for one whom nobody has stored anything for is `NotFound`, and a chat is
 answered by any shard, without memory.
@@ -30,17 +30,24 @@ from sharding.ids import Placement, ShardId, UserId
 
 T = TypeVar("T")
 
+DEFAULT_PATIENCE_S = 8.0  # longer than it takes a heartbeat to run out, and shorter than a client waits
+PAUSE_S = 0.25  # between tries after the second
+
 Misplaced = WrongShard | ShardGone
 Hop = Callable[[Placement, float], Awaitable[T]]
 
 
 class OwnerCalls:
-    """Sends calls to owners. `deadline_s`: the longest that a request may take in all, retry included."""
+    """Sends calls to owners. `deadline_s`: the longest that a request may take in all, retries included. `patience_s`:
+    how long a shard that cannot be reached, but has a heartbeat, is tried again."""
 
-    def __init__(self, shards: Shards, owners: Owners, deadline_s: float) -> None:
+    def __init__(
+        self, shards: Shards, owners: Owners, deadline_s: float, patience_s: float = DEFAULT_PATIENCE_S
+    ) -> None:
         self._shards = shards
         self._owners = owners
         self._deadline_s = deadline_s
+        self._patience_s = patience_s
 
     async def add(self, user: UserId, hop: Hop[T]) -> T:
         """`hop(placement, deadline_s)` sends one call to `placement.shard` and returns its answer; a user who has no
@@ -78,8 +85,9 @@ class OwnerCalls:
 
     async def _send(self, place: Callable[[UserId], Awaitable[Placement]], user: UserId, hop: Hop[T]) -> T:
         left_s = self._countdown()
+        began = time.perf_counter()
         failures: list[Misplaced] = []
-        while _may_try(failures):
+        while await self._again(failures, began):
             with step("memories", "owner"):
                 placement = await place(user)
             about(user=user, shard=placement.shard, epoch=placement.epoch)
@@ -110,7 +118,7 @@ class OwnerCalls:
     ) -> AsyncGenerator[ChatEvent, None]:
         began = time.perf_counter()
         failures: list[Misplaced] = []
-        while _may_try(failures):
+        while await self._again(failures, began):
             with step("chat", "owner"):
                 placement = await self._owners.placed(user) if user is not None else None
                 shard = placement.shard if placement is not None else await self._owners.any_shard(user)
@@ -135,6 +143,16 @@ class OwnerCalls:
                     raise Unavailable(lost, lost=1) from error
                 RETRIES.labels(type(error).__name__).inc()
         raise _unavailable() from failures[-1]
+
+    async def _again(self, failures: list[Misplaced], began: float) -> bool:
+        """Whether to try (again): once more at once, then with pauses, until the patience ends. A shard that lies on a
+        node that crashed cannot be told from one that is slow before its heartbeat has run out."""
+        if len(failures) < 2 or (len(failures) == 2 and failures[-1].details.get("certain")):
+            return True
+        if time.perf_counter() - began > self._patience_s:
+            return False
+        await asyncio.sleep(PAUSE_S)
+        return True
 
     async def _misplaced(
         self, shard: ShardId, user: UserId | None, error: WrongShard | ShardGone | Unavailable
@@ -163,10 +181,6 @@ class OwnerCalls:
             return left
 
         return left_s
-
-
-def _may_try(failures: list[Misplaced]) -> bool:
-    return len(failures) < 2 or (len(failures) == 2 and bool(failures[-1].details.get("certain")))
 
 
 def _unavailable() -> Unavailable:

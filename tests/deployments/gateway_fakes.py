@@ -216,7 +216,7 @@ class Cluster:
             self.shards,
             GatewayStores(self.directory, FakeNames(self.directory)),
             PlacementPolicy(),
-            GatewaySettings(model=MODEL, expected_shards=2, **settings),  # type: ignore[arg-type]
+            GatewaySettings(**{"model": MODEL, "expected_shards": 2, "patience_s": 0.0} | settings),  # type: ignore[arg-type]
         )
 
     def place(self, user: str) -> FakeShard:

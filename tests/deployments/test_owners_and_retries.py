@@ -261,3 +261,16 @@ async def test_a_whole_answer_survives_a_shard_that_is_lost_on_the_way(cluster: 
     events = await calls.whole_chat(ADA, question())
     assert [type(event) for event in events].count(ChatStarted) == 1
     assert isinstance(events[-1], ChatFinished)
+
+
+async def test_a_shard_that_cannot_be_reached_is_tried_again_until_its_heartbeat_has_run_out(cluster: Cluster) -> None:
+    calls, crashed = watchful(cluster), cluster.place(ADA)
+    await calls.whole_chat(ADA, question())
+    del cluster.shards.by_id[crashed.id]  # nobody knows yet that its node is dead
+    chat = asyncio.create_task(calls.whole_chat(ADA, question()))
+    await asyncio.sleep(0.6)
+    assert not chat.done()
+    assert cluster.directory.placements[ADA].shard == crashed.id, "it may still live"
+    del cluster.directory.reports[crashed.id]
+    assert isinstance((await chat)[-1], ChatFinished)
+    assert cluster.shards.of(ADA).id != crashed.id
