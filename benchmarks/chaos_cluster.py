@@ -48,6 +48,64 @@ GATEWAY = "ServeReplica:memshard:Gateway"
 CONTROLLER = "ServeController"
 
 
+class RedisToBreak:
+    """An embedded Redis that is killed and filled, and comes back as that of `memshard serve` does."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._file_limit: int | None = None
+        self._reviving: asyncio.Task[None] | None = None
+        self._another = asyncio.Condition()  # is told of each revived Redis
+
+    async def start(self) -> None:
+        """Raises `StartupError`."""
+        self._server = EmbeddedRedis(self._directory)
+        self._server.wait_ready()
+        self.url = self._server.url
+        self.port = int(self.url.rpartition(":")[2].partition("/")[0])
+        self._reviving = asyncio.create_task(self._revive())
+
+    async def stop(self) -> None:
+        if self._reviving is not None:
+            self._reviving.cancel()
+            self._server.stop()
+
+    async def kill(self) -> None:
+        """Returns when another runs in its place."""
+        pid = self._server.pid
+        psutil.Process(pid).kill()
+        async with self._another:
+            await self._another.wait_for(lambda: self._server.pid != pid)
+
+    def fill_disk(self) -> None:
+        """It can append no more: its files may not grow beyond what they are."""
+        files = [file.stat().st_size for file in self._directory.rglob("*") if file.is_file()]
+        self._file_limit = max(files, default=0)
+        self._limit_files()
+
+    def empty_disk(self) -> None:
+        self._file_limit = None
+        self._limit_files()
+
+    def _limit_files(self) -> None:
+        unlimited = resource.RLIM_INFINITY
+        soft = unlimited if self._file_limit is None else self._file_limit
+        with suppress(ProcessLookupError):
+            resource.prlimit(self._server.pid, resource.RLIMIT_FSIZE, (soft, unlimited))
+
+    async def _revive(self) -> None:
+        """What `memshard serve` does for its Redis; a full disk stays full for the next one, too."""
+        while True:
+            await asyncio.sleep(REVIVE_EVERY_S)
+            pid = self._server.pid
+            self._server.revive()
+            if self._server.pid != pid:
+                if self._file_limit is not None:
+                    self._limit_files()
+                async with self._another:
+                    self._another.notify_all()
+
+
 class ChaosCluster:
     """`await start()`, `url` to talk to, `await stop()`. Lives on the main thread's event loop."""
 
@@ -68,18 +126,14 @@ class ChaosCluster:
             "heartbeat_ttl_s": HEARTBEAT_TTL_S,
             "request_deadline_s": 30.0,
         }
-        self._file_limit: int | None = None
         self._ray: Any = None  # ray.cluster_utils.Cluster
-        self._reviving: asyncio.Task[None] | None = None
-        self._another = asyncio.Condition()  # is told of each revived Redis
 
     async def start(self) -> None:
         """Returns when all shards answer. Raises `StartupError`."""
-        self.redis = EmbeddedRedis(self.directory / "redis")
-        self.redis.wait_ready()
-        self.proxy = RedisProxy(int(self.redis.url.rpartition(":")[2].partition("/")[0]))
+        self.redis = RedisToBreak(self.directory / "redis")
+        await self.redis.start()
+        self.proxy = RedisProxy(self.redis.port)
         await self.proxy.start()
-        self._reviving = asyncio.create_task(self._revive())
         await asyncio.to_thread(self._start_ray)
         await self.whole(START_S)
 
@@ -125,13 +179,11 @@ class ChaosCluster:
         """Nothing of it runs afterwards."""
         import ray
 
-        if self._reviving is not None:
-            self._reviving.cancel()
         with suppress(Exception):  # half of it may be dead already: what is left is killed
             await asyncio.to_thread(ray.shutdown)
         processes.end_descendants(1.0)
         await self.proxy.stop()
-        self.redis.stop()
+        await self.redis.stop()
         shutil.rmtree(self.directory, ignore_errors=True)
 
     async def whole(self, deadline_s: float = WHOLE_S) -> None:
@@ -173,37 +225,3 @@ class ChaosCluster:
         from cluster.app import SHARD_RESOURCE
 
         self._ray.add_node(num_cpus=1, object_store_memory=OBJECT_STORE_BYTES, resources={SHARD_RESOURCE: SHARDS})
-
-    def fill_disk(self) -> None:
-        """Redis can append no more: its files may not grow beyond what they are."""
-        files = (self.directory / "redis").rglob("*")
-        largest = max((file.stat().st_size for file in files if file.is_file()), default=0)
-        self._file_limit = largest
-        self._limit_files()
-
-    def empty_disk(self) -> None:
-        self._file_limit = None
-        self._limit_files()
-
-    def _limit_files(self) -> None:
-        unlimited = resource.RLIM_INFINITY
-        soft = unlimited if self._file_limit is None else self._file_limit
-        with suppress(ProcessLookupError):
-            resource.prlimit(self.redis.pid, resource.RLIMIT_FSIZE, (soft, unlimited))
-
-    async def revived(self, pid: int) -> None:
-        """Returns when another Redis runs in the place of this one."""
-        async with self._another:
-            await self._another.wait_for(lambda: self.redis.pid != pid)
-
-    async def _revive(self) -> None:
-        """What `memshard serve` does for its Redis; a full disk stays full for the next one, too."""
-        while True:
-            await asyncio.sleep(REVIVE_EVERY_S)
-            pid = self.redis.pid
-            self.redis.revive()
-            if self.redis.pid != pid:
-                if self._file_limit is not None:
-                    self._limit_files()
-                async with self._another:
-                    self._another.notify_all()

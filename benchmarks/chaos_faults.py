@@ -74,15 +74,13 @@ async def _gateway(cluster: ChaosCluster, random: Random) -> None:
 
 
 async def _redis(cluster: ChaosCluster, random: Random) -> None:
-    pid = cluster.redis.pid
-    psutil.Process(pid).kill()
-    await cluster.revived(pid)
+    await cluster.redis.kill()
 
 
 async def _disk(cluster: ChaosCluster, random: Random) -> None:
-    cluster.fill_disk()
+    cluster.redis.fill_disk()
     await asyncio.sleep(DISK_FULL_S)
-    cluster.empty_disk()
+    cluster.redis.empty_disk()
 
 
 FAULTS = {

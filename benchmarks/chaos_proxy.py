@@ -26,6 +26,7 @@ class RedisProxy:
         self._healed.set()
         self._server: asyncio.Server | None = None
         self._running: set[asyncio.Task[None]] = set()
+        self._pumps: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
@@ -35,9 +36,9 @@ class RedisProxy:
         if self._server is not None:
             self._server.close()
         self.heal()
-        for task in list(self._running):
-            task.cancel()
-        await asyncio.gather(*self._running, return_exceptions=True)
+        for pump in list(self._pumps):
+            pump.cancel()
+        await asyncio.gather(*self._running)
 
     def cut(self, pid: int) -> None:
         """Cut a process off."""
@@ -58,10 +59,12 @@ class RedisProxy:
             await self._pass(port)
             back, others = await asyncio.open_connection("127.0.0.1", self._redis_port)
             pumps = [asyncio.create_task(self._pump(port, *ends)) for ends in ((reader, others), (back, writer))]
+            self._pumps.update(pumps)
             await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
             for pump in pumps:
                 pump.cancel()
             await asyncio.gather(*pumps, return_exceptions=True)
+            self._pumps.difference_update(pumps)
         except OSError:  # Redis is away
             pass
         finally:

@@ -13,13 +13,14 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import httpx
 
 from benchmarks.chaos_cluster import ChaosCluster
-from benchmarks.chaos_faults import FAULTS, Fault
+from benchmarks.chaos_faults import FAULTS, Allowed
 from benchmarks.chaos_history import History
 from deployments import deterministic
 from sharding.errors import StartupError
@@ -29,6 +30,7 @@ BACK_S = 10.0
 REQUEST_S = 40.0  # longer than the gateway's own deadline
 THINK_S = 0.1  # mean
 SETTLE_S = 1.0  # between two faults
+NOTICED_S = 0.5  # until nobody is sent to a gateway that was killed
 MOST_FACTS = 60  # fewer than are retrieved for a question
 TOP_K = 100
 
@@ -82,12 +84,14 @@ async def _break(cluster: ChaosCluster, rng: random.Random, kinds: Sequence[str]
         talking = [asyncio.create_task(talker.talk()) for talker in crowd]
         strikes: list[Strike] = []
         try:
-            await _all_served(crowd, time.monotonic(), 30.0)
+            await all_served(crowd, time.monotonic(), 30.0)
             ends_at = time.monotonic() + seconds
             left = list(kinds)
             while left or time.monotonic() < ends_at:
                 kind = left.pop(0) if left else rng.choice(list(kinds))
-                strikes.append(await _strike(cluster, FAULTS[kind], rng, crowd))
+                fault = FAULTS[kind]
+                struck = fault.strike(cluster, rng)
+                strikes.append(await strike(kind, struck, cluster.whole, fault.allows, fault.outage, crowd))
                 say(f"{kind}: back after {strikes[-1].back_s:.1f} s, whole after {strikes[-1].whole_s:.1f} s")
         finally:
             for talker in crowd:
@@ -100,42 +104,49 @@ async def _break(cluster: ChaosCluster, rng: random.Random, kinds: Sequence[str]
     return Outcome(strikes, wrong, sum(talker.requests for talker in crowd), facts)
 
 
-async def _strike(cluster: ChaosCluster, fault: Fault, rng: random.Random, crowd: Sequence[Talker]) -> Strike:
-    strike = Strike(fault.kind)
+async def strike(
+    kind: str,
+    striking: Coroutine[Any, Any, None],
+    whole: Callable[[], Coroutine[Any, Any, None]],
+    allows: Allowed,
+    outage: bool,
+    crowd: Sequence[Talker],
+) -> Strike:
+    """Runs `striking`, and waits until everybody is served and the cluster is `whole` again."""
+    result = Strike(kind)
     before = [talker.requests for talker in crowd]
     began = time.monotonic()
     for talker in crowd:
         talker.failures.clear()
         talker.slowest_s = 0.0
-    striking = asyncio.create_task(fault.strike(cluster, rng))
-    if fault.outage:
-        await striking
+    strikes = asyncio.create_task(striking)
+    if outage:
+        await strikes
     over = time.monotonic()
-    strike.back_s = await _all_served(crowd, over, 3 * BACK_S)
-    await striking
+    result.back_s = await all_served(crowd, over, 3 * BACK_S)
+    await strikes
     try:
-        await cluster.whole()
+        await whole()
     except StartupError as error:
-        strike.forbidden[error.message] += 1
-    strike.whole_s = time.monotonic() - began
+        result.forbidden[error.message] += 1
+    result.whole_s = time.monotonic() - began
     await asyncio.sleep(SETTLE_S)
     for talker, count in zip(crowd, before, strict=True):
-        strike.requests += talker.requests - count
-        strike.slowest_s = max(strike.slowest_s, talker.slowest_s)
+        result.requests += talker.requests - count
+        result.slowest_s = max(result.slowest_s, talker.slowest_s)
         for failure in talker.failures:
-            strike.failures[failure.what] += 1
-            in_flight = failure.began <= over + 0.5
+            result.failures[failure.what] += 1
             allowed = {
                 "begun streams": failure.first_token_sent,
-                "requests in flight": in_flight,
+                "requests in flight": failure.began <= over + NOTICED_S,
                 "anything while it lasts": failure.began <= over + BACK_S,
             }
-            if not allowed[fault.allows]:
-                strike.forbidden[failure.what] += 1
-    return strike
+            if not allowed[allows]:
+                result.forbidden[failure.what] += 1
+    return result
 
 
-async def _all_served(crowd: Sequence[Talker], since: float, deadline_s: float) -> float:
+async def all_served(crowd: Sequence[Talker], since: float, deadline_s: float) -> float:
     """Seconds until everybody had an answer to something they asked after `since`, `deadline_s` at most."""
     while (passed := time.monotonic() - since) < deadline_s:
         if all(talker.served_since > since for talker in crowd):

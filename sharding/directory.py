@@ -59,6 +59,7 @@ class Directory:
         self._claim = script(redis, "claim")
         self._switch = script(redis, "switch")
         self._release = script(redis, "release")
+        self._beat = script(redis, "beat")
         self._prune = script(redis, "prune")
         self._note = script(redis, "fence", "note")
 
@@ -121,11 +122,10 @@ class Directory:
 
     async def heartbeat(self, report: str | bytes, shard: ShardId, ttl_s: float) -> None:
         """Publish `report` (a `ShardReport` as JSON); the shard counts as alive for `ttl_s` from now."""
+        keys = [self._keys.shards(), self._keys.shard(shard), self._keys.beating(), self._keys.settling()]
+        arguments: list[str | bytes | int] = [shard, report, max(1, round(ttl_s * 1000))]
         with redis_errors("publish a heartbeat"):
-            async with self._redis.pipeline(transaction=True) as pipe:
-                pipe.set(self._keys.shard(shard), report, px=max(1, round(ttl_s * 1000)))
-                pipe.sadd(self._keys.shards(), shard)
-                await pipe.execute()
+            await self._beat(keys, arguments)
 
     async def histories(self) -> frozenset[str]:
         """Names of the histories of writes that Redis continues, one a primary. Another value than before means a
@@ -139,15 +139,25 @@ class Directory:
         return frozenset(str(primary.get("master_replid", "")) for primary in primaries)
 
     async def shards(self) -> dict[ShardId, ShardReport]:
-        """The live shards by id. Those whose heartbeat ran out are forgotten on the way."""
+        """The live shards by id. Those whose heartbeat ran out are forgotten on the way.
+
+        After Redis was away for longer than heartbeats last, all of them have run out, and tell nothing: until they are
+        whole again, a shard without one is still named, as not `ready`.
+        """
         with redis_errors("list the shards"):
             ids = [ShardId(_text(member)) for member in sorted(await self._redis.smembers(self._keys.shards()))]
             if not ids:
                 return {}
-            raw = dict(zip(ids, await self._redis.mget([self._keys.shard(id) for id in ids]), strict=True))
-            if expired := [id for id, report in raw.items() if report is None]:
+            keys = [self._keys.beating(), self._keys.settling(), *map(self._keys.shard, ids)]
+            beating, settling, *raw = await self._redis.mget(keys)
+            whole = beating is not None and settling is None
+            expired = [id for id, report in zip(ids, raw, strict=True) if report is None]
+            if expired and whole:
                 await self._prune([self._keys.shards(), *map(self._keys.shard, expired)], expired)
-        return {id: report for id, json in raw.items() if json and (report := _parse_report(id, json))}
+        found = {id: _parse_report(id, json) for id, json in zip(ids, raw, strict=True) if json}
+        if not whole:
+            found |= {id: _silent(id, self._keys.model) for id in expired}
+        return {id: report for id, report in found.items() if report is not None}
 
     async def retire(self, shard: ShardId) -> None:
         """Remove a shard that shuts down cleanly, without waiting for its heartbeat to run out."""
@@ -199,6 +209,11 @@ def not_owner(placement: Placement) -> WrongShard:
         shard=placement.shard,
         epoch=placement.epoch,
     )
+
+
+def _silent(shard: ShardId, model: str) -> ShardReport:
+    """Of a shard that may live."""
+    return ShardReport(shard=shard, model=model, ready=False, free_bytes=0, users=0, requests_in_flight=0)
 
 
 def _text(reply: bytes | str) -> str:

@@ -12,6 +12,7 @@
     <ns>:{<user>}:seq             int     last seq given out; outlives deletions
     <ns>:{shards:<model>}         set     ids of shards that may be alive
     <ns>:{shards:<model>}:<id>    string  a shard's last report, with a TTL
+    <ns>:{shards:<model>}::beating, ::settling   see `beat.lua`
     <ns>:{shards:<model>}:pages   hash    gateway's id -> its metrics; `pages.py`
     <ns>:{tenant:<tenant>}:…      what the tenant has: see `registry.py`
 
@@ -78,6 +79,14 @@ class KeySpace:
     def shards(self) -> str:
         cluster = f":{_escape(self.cluster)}" if self.cluster else ""
         return f"{_escape(self.namespace)}:{{shards:{_escape(self.model)}{cluster}}}"
+
+    def beating(self) -> str:
+        """There while any shard beats."""
+        return f"{self.shards()}::beating"
+
+    def settling(self) -> str:
+        """There for a while after the first heartbeat that follows on none."""
+        return f"{self.shards()}::settling"
 
     def shard(self, shard: ShardId) -> str:
         return f"{self.shards()}:{_escape(shard)}"

@@ -1,4 +1,4 @@
-"""A short chaos run: some of what `memshard chaos` breaks, each once. In a process of its own, which ends what it began."""
+"""A short chaos run, in a process of its own, which ends what it began."""
 
 from __future__ import annotations
 

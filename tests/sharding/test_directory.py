@@ -98,6 +98,22 @@ async def test_a_shard_whose_heartbeat_ran_out_is_gone_and_forgotten(
     assert await redis.smembers(keys.shards()) == {ELSEWHERE.encode()}
 
 
+async def test_after_all_heartbeats_ran_out_none_is_gone_until_they_are_whole_again(
+    directory: Directory, redis: Redis, keys: KeySpace
+) -> None:
+    """As after Redis was away: its clock went on, and the shards could not beat."""
+    for shard in (HERE, ELSEWHERE):
+        await directory.heartbeat(report(shard), shard, 0.02)
+    await asyncio.sleep(0.05)
+    assert {id: found.ready for id, found in (await directory.shards()).items()} == {HERE: False, ELSEWHERE: False}
+    await directory.heartbeat(report(HERE), HERE, 0.3)
+    assert {id: found.ready for id, found in (await directory.shards()).items()} == {HERE: True, ELSEWHERE: False}
+    while await redis.exists(keys.settling()):
+        await directory.heartbeat(report(HERE), HERE, 0.3)
+        await asyncio.sleep(0.05)
+    assert list(await directory.shards()) == [HERE]
+
+
 async def test_a_retired_shard_is_gone_at_once(directory: Directory) -> None:
     await directory.heartbeat(report(HERE), HERE, 30)
     await directory.retire(HERE)

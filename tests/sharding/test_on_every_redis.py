@@ -64,7 +64,7 @@ async def test_users_are_claimed_switched_and_released(redis: RedisClient, keys:
 async def test_shards_beat_run_out_and_retire(redis: RedisClient, keys: KeySpace) -> None:
     directory = Directory(redis, keys)
     fields = {"model": "m", "ready": True, "free_bytes": 7, "users": 0, "requests_in_flight": 0}
-    for shard, ttl_s in ((HERE, 30), (ELSEWHERE, 0.02)):
+    for shard, ttl_s in ((ELSEWHERE, 0.02), (HERE, 30)):
         await directory.heartbeat(ShardReport(shard=shard, **fields).model_dump_json(), shard, ttl_s)
     await asyncio.sleep(0.05)
     assert list(await directory.shards()) == [HERE]
