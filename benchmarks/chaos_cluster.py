@@ -152,7 +152,9 @@ class ChaosCluster:
         head = {"num_cpus": 4, "object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False}
         resources = {GATEWAY_RESOURCE: 2 * GATEWAYS}
         self._ray = Cluster(
-            initialize_head=True, head_node_args=head | {"temp_dir": str(self.directory / "r"), "resources": resources}
+            initialize_head=True,
+            head_node_args=head | {"temp_dir": str(self.directory / "r"), "resources": resources},
+            shutdown_at_exit=False,  # its hooks want the main thread; `stop` ends all of it
         )
         for _ in range(SHARD_NODES):
             self.add_node()
@@ -208,7 +210,7 @@ class ChaosCluster:
         found = []
         for process in psutil.Process().children(recursive=True):
             with suppress(psutil.Error):
-                if kind in " ".join(process.cmdline()[:1]) and process.status() != psutil.STATUS_ZOMBIE:
+                if kind in " ".join(process.cmdline()) and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
         return sorted(found, key=lambda process: process.create_time())
 
@@ -219,6 +221,10 @@ class ChaosCluster:
     def crash_node(self, random: Random) -> None:
         """All its processes at once, as when a machine loses power."""
         node = random.choice(self.shard_nodes())
+        raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
+        for process in (raylet, *raylet.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
         self._ray.remove_node(node, allow_graceful=False)
 
     def add_node(self) -> None:
