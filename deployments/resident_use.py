@@ -60,7 +60,13 @@ class ResidentUse:
         """A write goes on where its caller has gone away: what is done in Redis has to be done here, too."""
         task = asyncio.create_task(write)
         self._background.add(task)
-        task.add_done_callback(self._background.discard)
+
+        def done(task: asyncio.Task[T]) -> None:
+            self._background.discard(task)
+            if not task.cancelled():
+                task.exception()  # where the caller has gone away, nobody else asks for it
+
+        task.add_done_callback(done)
         return await asyncio.shield(task)
 
     def soon(self, else_: str, work: Coroutine[Any, Any, None]) -> None:
