@@ -42,7 +42,7 @@ test: $(INSTALLED) ## run the tests (ARGS="-k word" chooses)
 	@$(BIN)/memshard prepare
 	@$(BIN)/python -m pytest -m "not gpu and not all_models" $(ARGS)
 
-test-models: $(INSTALLED) ## prove every architecture of the README's table (6 minutes)
+test-models: $(INSTALLED) ## prove every architecture of the README's table (10 minutes)
 	@$(BIN)/memshard prepare
 	@$(BIN)/python -m pytest -m "not gpu" tests/connector/test_engine_architectures.py \
 	  tests/connector/test_engine_tiers.py $(ARGS)

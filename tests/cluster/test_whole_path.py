@@ -44,6 +44,8 @@ def test_encoded_memory_is_injected_and_is_the_same_prompt_as_text(server: Whole
     used = injected["memory"]
     assert used["fallback"] is None
     assert used["injected_tokens"] >= used["memory_tokens"] > 40
+    counted = [shard["counters"]["memory_tokens_injected"] for shard in server.shards()]
+    assert sum(counted) >= used["injected_tokens"]
     assert injected["usage"]["prompt_tokens_details"]["cached_tokens"] == used["injected_tokens"]
     assert as_text["memory"]["fact_ids"] == used["fact_ids"]
     assert as_text["usage"]["prompt_tokens"] == injected["usage"]["prompt_tokens"]
