@@ -14,7 +14,7 @@ from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, KVCacheConfig, SlidingWindowSpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
@@ -38,9 +38,7 @@ class MemoryConnector(KVConnectorBase_V1):  # type: ignore[misc]
         else:
             extra = vllm_config.kv_transfer_config.kv_connector_extra_config
             self.worker = WorkerSide(int(extra["chunk_budget_bytes"]), int(extra.get("host_budget_bytes", 0)))
-            if len(kv_cache_config.kv_cache_groups) != 1:
-                # Slots would differ between groups. vLLM gives sliding windows full-size caches in one group for us.
-                self.worker.refusal = "its layers' caches do not form one group"
+            self.worker.refusal = _refusal(kv_cache_config)
 
     # -- scheduler side ---------------------------------------------------------------------------------------------
 
@@ -115,3 +113,17 @@ class MemoryConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def build_connector_worker_meta(self) -> StepReport | None:
         return self.worker.take_report()
+
+
+def _refusal(config: KVCacheConfig) -> str | None:
+    """Why the engine's caches cannot take injected memory, if they cannot.
+
+    vLLM gives sliding layers beside global ones full-size caches in one group for us. Where every layer slides, it hands
+    out no blocks for tokens that the window has left behind; should a load fail, these are computed again into no
+    block of their own, and the answer is wrong.
+    """
+    if len(config.kv_cache_groups) != 1:
+        return "its layers' caches do not form one group, so that slots would differ"
+    if isinstance(config.kv_cache_groups[0].kv_cache_spec, SlidingWindowSpec | ChunkedLocalAttentionSpec):
+        return "every layer has a sliding window, and a failed load could not be computed again"
+    return None

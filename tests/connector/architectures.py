@@ -93,7 +93,12 @@ CASES = [
     Case("Llama, without prefix caching", "llama", engine={"prefix_caching": False}),
     Case("Llama, compiled", "llama", engine={"eager": False}),
     Case("Mistral", "mistral", {"sliding_window": None}),
-    Case("Mistral, sliding window", "mistral", {"sliding_window": 64}),
+    Case(
+        "Mistral with a sliding window in every layer",
+        "mistral",
+        {"sliding_window": 64},
+        refused="every layer has a sliding window",
+    ),
     Case("Qwen2 (biases)", "qwen2"),
     Case("Qwen3 (normalised keys)", "qwen3", always=True),
     Case("StableLM (partial rotary)", "stablelm", {"rope_parameters": {**PLAIN, "partial_rotary_factor": 0.5}}),
