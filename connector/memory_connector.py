@@ -118,8 +118,8 @@ class MemoryConnector(KVConnectorBase_V1):  # type: ignore[misc]
 def _refusal(config: KVCacheConfig) -> str | None:
     """Why the engine's caches cannot take injected memory, if they cannot.
 
-    vLLM gives sliding layers beside global ones full-size caches in one group for us. Where every layer slides, it hands
-    out no blocks for tokens that the window has left behind; should a load fail, these are computed again into no
+    vLLM gives sliding layers beside global ones full-size caches in one group for us. Where every layer slides, it
+    hands out no blocks for tokens that the window has left behind; should a load fail, these are computed again into no
     block of their own, and the answer is wrong.
     """
     if len(config.kv_cache_groups) != 1:
