@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import logging
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any
 from vllm import SamplingParams, TokensPrompt
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -131,9 +131,15 @@ class MemoryEngine:
         return cls(llm, digest, sum(rank["token_bytes"] for rank in ranks), None, len(ranks))
 
     @staticmethod
-    def sampling(max_tokens: int, stop: Sequence[str] = (), **given: float) -> SamplingParams:
-        """How to sample, as `generate` takes it; `given` by the names of vLLM's `SamplingParams`."""
-        return SamplingParams(max_tokens=max_tokens, stop=list(stop), **given)
+    def sampling(
+        max_tokens: int, stop: Sequence[str] = (), *, schema: Mapping[str, Any] | None = None, **given: Any
+    ) -> SamplingParams:
+        """How to sample, as `generate` takes it; `given` by the names of vLLM's `SamplingParams`. With a JSON `schema`
+        the answer is JSON that it describes, unless `max_tokens` cut it off."""
+        constrained = (
+            None if schema is None else StructuredOutputsParams(json=dict(schema), disable_any_whitespace=True)
+        )
+        return SamplingParams(max_tokens=max_tokens, stop=list(stop), structured_outputs=constrained, **given)
 
     async def generate(
         self, request_id: str, plan: PromptPlan, sampling: SamplingParams, *, priority: int = CHAT_PRIORITY

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -50,7 +50,9 @@ class Engine(Protocol):
     @property
     def dead(self) -> bool: ...
 
-    def sampling(self, max_tokens: int, stop: Sequence[str] = (), **given: float) -> Any: ...
+    def sampling(
+        self, max_tokens: int, stop: Sequence[str] = (), *, schema: Mapping[str, Any] | None = None, **given: Any
+    ) -> Any: ...
 
     def generate(
         self, request_id: str, plan: PromptPlan, sampling: Any, *, priority: int = CHAT_PRIORITY

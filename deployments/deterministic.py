@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -78,7 +78,9 @@ class DeterministicEngine:
         self._step_s = step_s
 
     @staticmethod
-    def sampling(max_tokens: int, stop: Sequence[str] = (), **given: float) -> int:
+    def sampling(
+        max_tokens: int, stop: Sequence[str] = (), *, schema: Mapping[str, Any] | None = None, **given: Any
+    ) -> int:
         """How many tokens the answer may have; nothing else changes it."""
         return max_tokens
 

@@ -21,6 +21,7 @@ from sharding.errors import InvalidRequest, TooLarge
 from sharding.fact_records import check_metadata
 from sharding.filters import Combine, Compare, Filter, anchors, parse_filters, parse_time
 from sharding.scopes import FIELDS
+from sharding.turns import Turn
 
 JSONObject = dict[str, Any]
 
@@ -76,11 +77,10 @@ class AddRequest(Lenient):
             return [{"content": messages}]
         return [messages] if isinstance(messages, dict) else messages
 
+    custom_instructions: Annotated[str, Field(max_length=4_096)] | None = None
+
     def refuse_unsupported(self) -> None:
         """Raises InvalidRequest for a field that asks for what this server cannot do."""
-        if self.infer:
-            message = "'infer' must be false: facts are not distilled from messages yet, they are stored as they are."
-            raise InvalidRequest(message, field="infer")
         extra = self.model_extra or {}
         for name in NOT_KEPT:
             if extra.get(name) not in (None, {}, [], False):
@@ -102,6 +102,18 @@ class AddRequest(Lenient):
             metadata=metadata,
             expires_on=as_day(self.expiration_date, "expiration_date"),
             told_at=self.timestamp,
+        )
+
+    def turn(self, settings: GatewaySettings) -> Turn:
+        """The same, to distil facts from. Raises InvalidRequest or TooLarge."""
+        new = self.facts(settings)
+        return Turn(
+            messages=tuple(zip(new.roles, new.texts, strict=True)),
+            scopes=new.scopes,
+            metadata=new.metadata,
+            expires_on=new.expires_on,
+            told_at=new.told_at,
+            instructions=self.custom_instructions,
         )
 
     def scopes(self) -> dict[str, str]:

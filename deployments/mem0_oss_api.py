@@ -8,20 +8,21 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request
 
+from deployments.adding import add_memories, outcome
 from deployments.api_docs import body, both_forms, query
 from deployments.bodies import parse_body, query_flag, query_int, query_scopes
 from deployments.callers import caller_of
 from deployments.mem0_bodies import AddRequest, SearchRequest, UpdateRequest, deletion_filter
 from deployments.mem0_platform_api import DEFAULT_THRESHOLD, entity_in_path
 from deployments.mem0_shapes import (
-    Added,
+    Distilled,
+    DistilledMemory,
     EntityObject,
     Found,
     HistoryEntry,
     Listed,
     Memory,
     Message,
-    added,
     entity,
     found,
     history,
@@ -50,11 +51,13 @@ def oss_routes(memories: Memories, settings: GatewaySettings) -> APIRouter:
 
 def _many(routes: APIRouter, memories: Memories, settings: GatewaySettings) -> None:
     @both_forms(routes, "POST", "/memories", openapi_extra=body(AddRequest))
-    async def add(request: Request) -> Added:
-        asked = parse_body(AddRequest, await request.body())
-        asked.refuse_unsupported()
-        stored = await memories.add(caller_of(request), asked.facts(settings))
-        return Added(message="The memories are stored.", status="SUCCEEDED", results=[added(one) for one in stored])
+    async def add(request: Request) -> Distilled:
+        """Memories are distilled from the messages, unless `infer` is false; the answer waits for them."""
+        told = await add_memories(request, memories, settings, infer=True)
+        if told.status == "SUCCEEDED":
+            return Distilled(results=[DistilledMemory(**one.model_dump()) for one in told.results])
+        done = await outcome(memories, caller_of(request), told.event_id, settings.deadline_s)
+        return Distilled(results=[DistilledMemory(id=id, memory=text, event=what) for id, what, text in done.results])
 
     more = [*SCOPES, *query("top_k", type="integer", minimum=1, maximum=MAX_TOP_K)]
     more += query("show_expired", type="boolean")

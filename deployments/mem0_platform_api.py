@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 
 from fastapi import APIRouter, Request
 
+from deployments.adding import add_memories
 from deployments.api_docs import body, both_forms, query
 from deployments.bodies import as_user_id, parse_body, query_entity, query_flag, raw_segments
 from deployments.callers import caller_of
@@ -27,13 +28,14 @@ from deployments.mem0_shapes import (
     Added,
     Deleted,
     EntityPage,
+    EventObject,
     Found,
     HistoryEntry,
     Memory,
     MemoryPage,
     Message,
-    added,
     entity,
+    event,
     found,
     history,
     memory,
@@ -70,10 +72,12 @@ def _whole(routes: APIRouter, memories: Memories, settings: GatewaySettings) -> 
 
     @both_forms(routes, "POST", "/v3/memories/add/", openapi_extra=body(AddRequest))
     async def add(request: Request) -> Added:
-        asked = parse_body(AddRequest, await request.body())
-        asked.refuse_unsupported()
-        stored = await memories.add(caller_of(request), asked.facts(settings))
-        return Added(message="The memories are stored.", status="SUCCEEDED", results=[added(one) for one in stored])
+        """Memories are distilled from the messages, unless `infer` is false."""
+        return await add_memories(request, memories, settings, infer=True)
+
+    @both_forms(routes, "GET", "/v1/event/{event_id}/")
+    async def get_event(event_id: str, request: Request) -> EventObject:
+        return event(await memories.event(caller_of(request), event_id))
 
     @both_forms(routes, "POST", "/v3/memories/", openapi_extra={**body(ListRequest), "parameters": PAGES})
     async def get_all(request: Request) -> MemoryPage:

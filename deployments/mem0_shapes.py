@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import Request
 from pydantic import BaseModel
 
-from deployments.memory_calls import AddedFact, FactPage, FactView, FoundFact, OwnerExport
+from deployments.memory_calls import AddedFact, EventView, FactPage, FactView, FoundFact, OwnerExport
 from sharding.registry import EntitySeen
 from sharding.scopes import KINDS
 
@@ -52,9 +52,43 @@ class AddedMemory(Memory):
 
 
 class Added(BaseModel):
+    """Memories that are stored, or (`status` "PENDING") a turn that is: ask for the event until it is not pending."""
+
     message: str
     status: str
-    results: list[AddedMemory]
+    event_id: str
+    results: list[AddedMemory] = []
+
+
+class EventResult(BaseModel):
+    id: str
+    event: str
+    data: AddedData
+
+
+class EventObject(BaseModel):
+    """How far an add is: PENDING, SUCCEEDED, or FAILED with a reason."""
+
+    id: str
+    event_id: str
+    event_type: str = "ADD"
+    status: str
+    results: list[EventResult]
+    reason: str | None
+    created_at: str
+    updated_at: str
+
+
+class Distilled(BaseModel):
+    """What became of a turn, in the words of mem0's own server."""
+
+    results: list[DistilledMemory]
+
+
+class DistilledMemory(BaseModel):
+    id: str
+    memory: str
+    event: str
 
 
 class MemoryPage(BaseModel):
@@ -118,6 +152,11 @@ class EntityPage(BaseModel):
     total_runs: int
 
 
+class ExportedTurn(BaseModel):
+    messages: list[dict[str, str]]
+    metadata: dict[str, Any]
+
+
 class ExportedMemory(BaseModel):
     versions: list[Memory]
     feedback: Mapping[str, Any] | None
@@ -129,6 +168,7 @@ class Export(BaseModel):
     type: str
     name: str
     memories: list[ExportedMemory]
+    turns: list[ExportedTurn]
 
 
 def memory_fields(fact: FactView) -> dict[str, Any]:
@@ -214,4 +254,22 @@ def export(kept: OwnerExport) -> Export:
         ExportedMemory(versions=[memory(version) for version in fact.versions], feedback=fact.feedback)
         for fact in kept.facts
     ]
-    return Export(type=kept.entity.kind, name=kept.entity.name, memories=memories)
+    turns = [
+        ExportedTurn(
+            messages=[{"role": role, "content": text} for role, text in turn.messages], metadata=dict(turn.metadata)
+        )
+        for turn in kept.turns
+    ]
+    return Export(type=kept.entity.kind, name=kept.entity.name, memories=memories, turns=turns)
+
+
+def event(seen: EventView) -> EventObject:
+    return EventObject(
+        id=seen.id,
+        event_id=seen.id,
+        status=seen.status,
+        results=[EventResult(id=id, event=what, data=AddedData(memory=text)) for id, what, text in seen.results],
+        reason=seen.reason,
+        created_at=seen.created_at,
+        updated_at=seen.updated_at,
+    )

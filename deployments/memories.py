@@ -20,6 +20,9 @@ from deployments.memory_calls import (
     AddCall,
     AddedFact,
     DeleteCall,
+    DistilCall,
+    EventCall,
+    EventView,
     ExportCall,
     FactCall,
     FactPage,
@@ -40,7 +43,8 @@ from sharding.errors import InvalidRequest, NotFound
 from sharding.filters import ANY, Compare, Filter, anchors
 from sharding.ids import FactId, Placement, UserId
 from sharding.registry import EntitySeen, OwnerNames
-from sharding.scopes import KINDS, Entity, entities
+from sharding.scopes import KINDS, Entity, entities, new_id
+from sharding.turns import Turn
 
 T = TypeVar("T")
 
@@ -72,12 +76,23 @@ class Memories:
         self._calls = calls
         self._names = names
 
-    async def add(self, caller: Caller, new: NewFacts) -> tuple[AddedFact, ...]:
-        """Stores facts for the entity that owns them; who has no shard yet gets one."""
+    async def add(self, caller: Caller, new: NewFacts) -> tuple[str, tuple[AddedFact, ...]]:
+        """Stores facts for the entity that owns them; who has no shard yet gets one. With the id of the event, which
+        has happened when this returns."""
         owner = caller.owner(entities(new.scopes)[0])
         details = (new.texts, new.roles, new.scopes, new.metadata, new.expires_on, new.told_at)
-        id = uuid.uuid4().hex
-        return await self._calls.add(owner, self._hop(lambda p: AddCall(id, p, *details)))
+        id = new_id(owner)
+        return id, await self._calls.add(owner, self._hop(lambda p: AddCall(id, p, *details)))
+
+    async def distil(self, caller: Caller, turn: Turn) -> EventView:
+        """Keeps a turn, from which facts are distilled in the background: the event to ask for."""
+        owner = caller.owner(entities(turn.scopes)[0])
+        id = new_id(owner)
+        return await self._calls.add(owner, self._hop(lambda p: DistilCall(id, p, turn)))
+
+    async def event(self, caller: Caller, id: str) -> EventView:
+        """How far an add is. Raises `NotFound`."""
+        return await self._by_id(caller, id, None, lambda call_id, p: EventCall(call_id, p, id))
 
     async def page_of(self, owner: UserId, page: int, page_size: int) -> FactPage:
         """One page of an owner. Raises `NotFound` for one whom nothing was ever stored for."""

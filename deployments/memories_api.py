@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request
 
+from deployments.adding import add_memories
 from deployments.api_docs import body, both_forms, query
-from deployments.bodies import parse_body, query_entity, query_int
+from deployments.bodies import query_entity, query_int
 from deployments.callers import caller_of
 from deployments.mem0_bodies import AddRequest, deletion_filter
-from deployments.mem0_shapes import Added, Deleted, Export, MemoryPage, added, export, page_of
+from deployments.mem0_shapes import Added, Deleted, Export, MemoryPage, export, page_of
 from deployments.memories import Memories
 from deployments.settings import GatewaySettings
 from sharding.filters import ANY, Compare, anchors
@@ -36,11 +37,8 @@ def memory_routes(memories: Memories, settings: GatewaySettings) -> APIRouter:
 
     @both_forms(routes, "POST", "/v1/memories", openapi_extra=body(AddRequest))
     async def add(request: Request) -> Added:
-        asked = parse_body(AddRequest, await request.body())
-        asked.refuse_unsupported()
-        stored = await memories.add(caller_of(request), asked.facts(settings))
-        message = f"{sum(one.event == 'ADD' for one in stored)} memories were added."
-        return Added(message=message, status="SUCCEEDED", results=[added(one) for one in stored])
+        """Messages are stored as they are, unless `infer` is true."""
+        return await add_memories(request, memories, settings, infer=False)
 
     @both_forms(routes, "GET", "/v1/memories", openapi_extra={"parameters": [*SCOPES, *PAGES]})
     async def list_facts(request: Request) -> MemoryPage:

@@ -13,6 +13,7 @@ from sharding.filters import Filter
 from sharding.ids import FactId, Placement, ShardId, UserId
 from sharding.move import End
 from sharding.scopes import Entity
+from sharding.turns import Status, Turn
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -150,6 +151,32 @@ class FeedbackCall(MemoryCall[None]):
 
 
 @dataclass(frozen=True, slots=True)
+class EventView:
+    """How far an add is. `results`: (fact id, what became of it, its text as it is now)."""
+
+    id: str
+    status: Status
+    created_at: str
+    updated_at: str
+    results: tuple[tuple[FactId, str, str], ...] = ()
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DistilCall(MemoryCall[EventView]):
+    """Keep a turn and distil facts from it; `request_id` becomes the id of the turn and its event."""
+
+    turn: Turn
+
+
+@dataclass(frozen=True, slots=True)
+class EventCall(MemoryCall[EventView]):
+    """Ask how far an add is."""
+
+    event_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class FactExport:
     """One fact with everything that is kept of it."""
 
@@ -163,6 +190,7 @@ class OwnerExport:
 
     entity: Entity
     facts: tuple[FactExport, ...]
+    turns: tuple[Turn, ...] = ()  # that facts were distilled from
 
 
 @dataclass(frozen=True, slots=True)

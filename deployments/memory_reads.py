@@ -72,7 +72,8 @@ class MemoryReads:
         async with self._users.use(call.placement) as memory, memory.write_lock:
             said = await self._store.feedback(call.placement.user)
             facts = [FactExport(await self._versions(memory, fact), said.get(fact.id)) for fact in tuple(memory.facts)]
-            return OwnerExport(entity_of(call.placement.user), tuple(facts))
+            turns = await self._store.turns.turns(call.placement.user)
+            return OwnerExport(entity_of(call.placement.user), tuple(facts), tuple(turns.values()))
 
     def view(self, memory: UserMemory, fact: Fact) -> FactView:
         """`fact` as clients see it."""

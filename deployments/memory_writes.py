@@ -29,7 +29,7 @@ from deployments.resident import Residents
 from deployments.resident_use import ResidentUse
 from deployments.telemetry import step
 from sharding.errors import InvalidRequest, TooLarge
-from sharding.facts import Fact, FactStore, Told, text_hash
+from sharding.facts import AddEvent, Fact, FactStore, Told, text_hash
 from sharding.filters import matches
 from sharding.ids import FactId, Placement
 from sharding.memory import UserMemory
@@ -67,22 +67,27 @@ class MemoryWrites:
 
     async def _add(self, call: AddCall) -> tuple[AddedFact, ...]:
         async with self._users.use(call.placement) as memory, memory.write_lock:
-            now = _at(call.told_at)
-            await self._remove(memory, _told_again(memory, call.texts))
-            await self._store.registry.register(call.placement.user, _scopes(call.placement, [call]), now)
-            roles = call.roles or (None,) * len(call.texts)
-            texts = [
-                Told(text, role, call.scopes, call.metadata, call.expires_on)
-                for text, role in zip(call.texts, roles, strict=True)
-            ]
-            with step("remember", "append"):
-                added = await self._store.append(call.placement, texts, call.request_id, now)
-            await self._residents.read(memory, [fact for fact, _ in added])
-            memory.add(fact for fact, _ in added)
-            await self._residents.added(memory)
-            self.facts_added += sum(event == "ADD" for _, event in added)
-            self._users.soon("Indexing is left to the next chat", self._index(call.placement))
+            added = await self.append(memory, call)
             return tuple(AddedFact(self._view(memory, fact), event) for fact, event in added)
+
+    async def append(self, memory: UserMemory, call: AddCall) -> list[tuple[Fact, AddEvent]]:
+        """What `add` does, for who holds the memory's write lock and has checked the texts."""
+        now = moment(call.told_at)
+        await self._remove(memory, _told_again(memory, call.texts))
+        await self._store.registry.register(call.placement.user, _scopes(call.placement, [call]), now)
+        roles = call.roles or (None,) * len(call.texts)
+        texts = [
+            Told(text, role, call.scopes, call.metadata, call.expires_on)
+            for text, role in zip(call.texts, roles, strict=True)
+        ]
+        with step("remember", "append"):
+            added = await self._store.append(call.placement, texts, call.request_id, now)
+        await self._residents.read(memory, [fact for fact, _ in added])
+        memory.add(fact for fact, _ in added)
+        await self._residents.added(memory)
+        self.facts_added += sum(event == "ADD" for _, event in added)
+        self._users.soon("Indexing is left to the next chat", self._index(call.placement))
+        return added
 
     async def update(self, call: UpdateCall) -> FactView:
         """The new version. When this returns, no request sees the old one: text, index and chunks have changed.
@@ -95,19 +100,24 @@ class MemoryWrites:
 
     async def _update(self, call: UpdateCall) -> FactView:
         async with self._users.use(call.placement) as memory, memory.write_lock:
-            fact = held(memory, call.fact_id)
-            wanted = {"text": call.text, "metadata": call.metadata, "expires_on": call.expires_on}
-            changes: dict[str, Any] = {name: value for name, value in wanted.items() if value is not None}
-            if call.never_expires:
-                changes["expires_on"] = None
-            changes = {name: value for name, value in changes.items() if getattr(fact, name) != value}
-            if changes:
-                embedding = await self._residents.embedding(changes["text"]) if "text" in changes else None
-                now = _at(call.told_at)
+            return self._view(memory, await self.change(memory, call))
+
+    async def change(self, memory: UserMemory, call: UpdateCall) -> Fact:
+        """What `update` does, for who holds the memory's write lock and has checked the text."""
+        fact = held(memory, call.fact_id)
+        wanted = {"text": call.text, "metadata": call.metadata, "expires_on": call.expires_on}
+        changes: dict[str, Any] = {name: value for name, value in wanted.items() if value is not None}
+        if call.never_expires:
+            changes["expires_on"] = None
+        changes = {name: value for name, value in changes.items() if getattr(fact, name) != value}
+        if changes:
+            embedding = await self._residents.embedding(changes["text"]) if "text" in changes else None
+            now = moment(call.told_at)
+            async with self._residents.indexing(memory):
                 fact = await self._store.update(call.placement, fact, now=now, embedding=embedding, **changes)
                 memory.replace(fact, embedding)
-            await self._residents.changed(memory)  # also a repeated call: perhaps the workers did not confirm the first
-            return self._view(memory, fact)
+        await self._residents.changed(memory)  # also a repeated call: perhaps the workers did not confirm the first
+        return fact
 
     async def delete(self, call: DeleteCall) -> None:
         """When this returns the fact is gone: from Redis, the index, and every chunk that was encoded from it or behind
@@ -162,6 +172,10 @@ class MemoryWrites:
         if unused:
             await self._store.registry.unregister(owner, unused, empty=not len(memory))
 
+    def fits(self, text: str) -> bool:
+        """Whether a text may be a fact, by its length."""
+        return len(self._template.fact(text)) <= self._max_fact_tokens
+
     def _check(self, texts: Sequence[str], field: str) -> None:
         for text in texts:
             if not text.strip():
@@ -188,5 +202,6 @@ def _scopes(placement: Placement, told: Sequence[Fact | AddCall]) -> set[Any]:
     return {entity_of(placement.user), *(entity for one in told for entity in entities(one.scopes))}
 
 
-def _at(told_at: float | None) -> datetime:
+def moment(told_at: float | None) -> datetime:
+    """When something was told: now, where nobody says."""
     return datetime.now(UTC) if told_at is None else datetime.fromtimestamp(told_at, UTC)

@@ -25,7 +25,7 @@ class Sampling:
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
 
-    def given(self) -> dict[str, float]:
+    def given(self) -> dict[str, Any]:
         """What was asked of the sampler, by name; `max_tokens` and `stop` apart."""
         names = ("temperature", "top_p", "seed", "presence_penalty", "frequency_penalty")
         return {name: value for name in names if (value := getattr(self, name)) is not None}

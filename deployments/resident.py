@@ -140,7 +140,7 @@ class Residents:
         """Embeds and indexes the facts that are not, once at a time for a user."""
         if not memory.facts_without_embedding():
             return
-        async with self._indexing.setdefault(memory, asyncio.Lock()):
+        async with self.indexing(memory):
             pending = memory.facts_without_embedding()
             if not pending:
                 return
@@ -150,6 +150,11 @@ class Residents:
             memory.put_embeddings(embeddings)
             with suppress(Unavailable, WrongShard):  # derived: whoever loads this user next computes them again
                 await self._store.put_embeddings(memory.placement, embeddings)
+
+    def indexing(self, memory: UserMemory) -> asyncio.Lock:
+        """Held while facts are embedded and indexed: who changes a fact's text takes it, or the vector of the old text
+        could come last."""
+        return self._indexing.setdefault(memory, asyncio.Lock())
 
     async def embedding(self, text: str) -> bytes:
         """The embedding of a text, as it is kept in Redis."""

@@ -23,12 +23,16 @@ from connector.port import Engine, EngineDelta
 from connector.template import PromptTemplate
 from connector.tiers import Tiers
 from deployments.chat_plan import ChatPlan, ChatPlanner
+from deployments.distillation import Distillation
+from deployments.distiller import ModelDistiller
 from deployments.encoder import Encoder
 from deployments.heads import Heads
 from deployments.janitor import Janitor
 from deployments.memory_calls import (
     AddCall,
     DeleteCall,
+    DistilCall,
+    EventCall,
     ExportCall,
     FactCall,
     FeedbackCall,
@@ -98,6 +102,9 @@ class Shard:
             self.users, residents, store, template, reads, max_fact_tokens=max_fact_tokens
         )
         self.mover = Mover(tiers, residents, self.users, table)
+        self.distillation = Distillation(
+            self.users, residents, store, reads, writes, embedder, ModelDistiller(engine, template)
+        )
         self._answers: dict[type, Callable[[Any], Awaitable[Any]]] = {
             AddCall: writes.add,
             UpdateCall: writes.update,
@@ -110,6 +117,8 @@ class Shard:
             HistoryCall: reads.history,
             ExportCall: reads.export,
             MoveCall: self.mover.move,
+            DistilCall: self.distillation.begin,
+            EventCall: self.distillation.event,
         }
 
     def _bytes_of(self, user: UserId) -> int:
@@ -139,6 +148,7 @@ class Shard:
 
     def close(self) -> None:
         """Ends the engine and what runs beside it."""
+        self.distillation.close()
         self.encoder.close()
         self.tiers.close()
         self.embedder.close()

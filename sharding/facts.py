@@ -28,6 +28,7 @@ from sharding.redis_errors import redis_errors
 from sharding.registry import Registry
 from sharding.scopes import new_id
 from sharding.scripts import script
+from sharding.turns import TurnStore
 
 __all__ = ["AddEvent", "Fact", "FactStore", "Told", "text_hash"]
 
@@ -44,6 +45,7 @@ class FactStore:
     def __init__(self, redis: RedisClient, keys: KeySpace) -> None:
         self.registry = Registry(redis, keys)
         self.log = AppendLog(redis)
+        self.turns = TurnStore(redis, keys)
         self._redis = redis
         self._keys = keys
         self._append = script(redis, "fence", "append")
@@ -176,7 +178,8 @@ class FactStore:
     def _everything(self, user: UserId) -> list[str]:
         """The keys that hold what a user said, the facts first; `delete.lua` knows their order."""
         keys = self._keys
-        names = (keys.facts, keys.order, keys.hashes, keys.embeddings, keys.history, keys.turns, keys.feedback)
+        of_facts = [keys.facts, keys.order, keys.hashes, keys.embeddings, keys.history]
+        names = [*of_facts, keys.turns, keys.feedback, keys.pending, keys.mentions]
         return [name(user) for name in names]
 
     async def _fenced(

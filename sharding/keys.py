@@ -7,6 +7,8 @@
     <ns>:{<user>}:embeddings      hash    fact id -> the model's fingerprint, float32 bytes
     <ns>:{<user>}:history         hash    <fact id>:<version> -> record of a version that was replaced
     <ns>:{<user>}:turns           hash    turn id -> messages that facts were distilled from
+    <ns>:{<user>}:pending         set     ids of turns that are not distilled yet
+    <ns>:{<user>}:mentions        hash    fact id -> ids of the turns that tell it, with spaces between
     <ns>:{<user>}:feedback        hash    fact id -> what its reader said of it
     <ns>:{<user>}:event:<id>      string  an add that can be polled, with a TTL
     <ns>:{<user>}:seq             int     last seq given out; outlives deletions
@@ -62,6 +64,12 @@ class KeySpace:
 
     def turns(self, user: UserId) -> str:
         return f"{self._of(user)}:turns"
+
+    def pending(self, user: UserId) -> str:
+        return f"{self._of(user)}:pending"
+
+    def mentions(self, user: UserId) -> str:
+        return f"{self._of(user)}:mentions"
 
     def feedback(self, user: UserId) -> str:
         return f"{self._of(user)}:feedback"

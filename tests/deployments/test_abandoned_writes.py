@@ -85,6 +85,9 @@ class OneUser:
     async def embedding(self, text: str) -> bytes:
         return bytes(8)
 
+    def indexing(self, memory: UserMemory) -> asyncio.Lock:
+        return asyncio.Lock()
+
     def encoded(self, memory: UserMemory, fact: FactId) -> bool:
         return False
 
