@@ -18,10 +18,12 @@ from deployments.gateway import GatewayReplica, GatewayStores
 from deployments.replica import OpenShard, ShardReplica
 from deployments.router import PinnedRouter
 from deployments.settings import GatewaySettings, ShardSettings, TelemetrySettings
+from sharding.api_keys import KeyStore
 from sharding.client import connect
 from sharding.directory import Directory
 from sharding.errors import StartupError
 from sharding.keys import KeySpace
+from sharding.limits import Minutes
 from sharding.pages import Pages
 from sharding.placement import PlacementPolicy
 from sharding.registry import Registry
@@ -107,6 +109,8 @@ def build(
         heartbeat_interval_s=settings.heartbeat_interval_s,
         heartbeat_ttl_s=settings.heartbeat_ttl_s,
         redis_grace_s=settings.redis_grace_s,
+        user_bytes=settings.user_bytes,
+        tenant_bytes=settings.tenant_bytes,
     )
     gateway_settings = GatewaySettings(
         model=model,
@@ -115,6 +119,11 @@ def build(
         deadline_s=settings.request_deadline_s,
         patience_s=settings.heartbeat_ttl_s + 3.0,  # until a shard that cannot be reached counts as gone
         telemetry=telemetry,
+        require_keys=settings.keys_required,
+        tenant_requests_per_minute=settings.tenant_requests_per_minute,
+        user_requests_per_minute=settings.user_requests_per_minute,
+        tenant_tokens_per_minute=settings.tenant_tokens_per_minute,
+        user_tokens_per_minute=settings.user_tokens_per_minute,
     )
     application: Any = gateways.bind(
         shards.bind(shard_settings, open_shard),
@@ -134,4 +143,6 @@ def _actor_options(settings: Settings, resource: str, gpus: int = 0) -> dict[str
 def open_stores(redis_url: str, keys: KeySpace) -> GatewayStores:
     """What a gateway asks Redis, with a client of its own for the process that calls."""
     redis = connect(redis_url)
-    return GatewayStores(Directory(redis, keys), Registry(redis, keys), Pages(redis, keys))
+    return GatewayStores(
+        Directory(redis, keys), Registry(redis, keys), KeyStore(redis, keys), Minutes(redis, keys), Pages(redis, keys)
+    )

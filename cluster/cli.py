@@ -21,6 +21,9 @@ from cluster.settings import Settings
 from sharding.errors import MemshardError
 
 COMMANDS = "memshard.commands"
+OWN = [EntryPoint("keys", "cluster.keys:app", COMMANDS)]
+"""Groups of our own that are imported when named, too."""
+
 FAILED = 1
 
 
@@ -144,7 +147,7 @@ def _address(url: str | None) -> str:
 
 def _registered() -> dict[str, EntryPoint]:
     """Commands of installed packages by name, without importing the modules that hold them."""
-    return {point.name: point for point in entry_points(group=COMMANDS) if _exists(point.module)}
+    return {point.name: point for point in [*OWN, *entry_points(group=COMMANDS)] if _exists(point.module)}
 
 
 def _exists(module: str) -> bool:

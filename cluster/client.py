@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import httpx
 
+from cluster.settings import Settings
 from sharding.errors import MemshardError, Unavailable
 
 TIMEOUT_S = 120.0
@@ -20,7 +21,9 @@ def gateway(url: str) -> Iterator[httpx.Client]:
         Unavailable: nothing answers there, or not in time.
         MemshardError: it answered with an error (its own sentence is passed on).
     """
-    with httpx.Client(base_url=url, timeout=TIMEOUT_S, trust_env=False) as client:
+    key = Settings.from_environment().api_key
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    with httpx.Client(base_url=url, timeout=TIMEOUT_S, trust_env=False, headers=headers) as client:
         try:
             yield client
         except httpx.HTTPStatusError as failure:

@@ -30,6 +30,9 @@ import redis
 
 from sharding.errors import StartupError
 
+ADDRESS = "address"
+"""File in the directory with the address of the server that uses it, or used it last."""
+
 START_DEADLINE_S = 30.0  # loading a large append-only file takes time; a fresh server is up in 0.1 s
 STOP_DEADLINE_S = 10.0
 _PR_SET_PDEATHSIG = 1
@@ -53,6 +56,7 @@ class EmbeddedRedis:
             self._lock.close()
             raise
         self.url = f"redis://127.0.0.1:{self._port}/0"
+        (directory / ADDRESS).write_text(self.url)
 
     @property
     def pid(self) -> int:

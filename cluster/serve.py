@@ -17,6 +17,7 @@ from rich.console import Console
 
 from cluster import models, preflight, processes
 from cluster.embedded_redis import EmbeddedRedis
+from cluster.keys import any_key
 from cluster.settings import Settings
 from sharding.errors import StartupError
 
@@ -38,6 +39,8 @@ def run(settings: Settings, console: Console, build: Build | None = None) -> Non
         running.enter_context(processes.interruptible())
         running.callback(processes.end_descendants)  # runs last: whatever the steps below have left
         redis = running.enter_context(_durable_store(settings))
+        if settings.keys_required:
+            check_keys(settings, settings.redis_url or _ready(redis))
         model_path = models.prepare_language_model(settings, say)
         embedding_path = models.embedding_model(settings)
 
@@ -58,6 +61,19 @@ def run(settings: Settings, console: Console, build: Build | None = None) -> Non
             announce(settings, console)
             _keep(redis)
         say("Stopping")
+
+
+def check_keys(settings: Settings, redis_url: str) -> None:
+    """Refuse to start where requests need keys and there is none: nobody could call.
+
+    Raises:
+        StartupError: so it is.
+    """
+    if not any_key(redis_url, settings.namespace):
+        why = "" if settings.is_loopback else f" because others can call {settings.host}"
+        raise StartupError(
+            f"Requests need API keys{why}, and there is none; make one with `memshard keys create TENANT`"
+        )
 
 
 def announce(settings: Settings, console: Console) -> None:

@@ -10,6 +10,7 @@ the cluster agrees on it.
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 from pathlib import Path
@@ -121,6 +122,22 @@ class Settings(BaseSettings):
     """Which of our own log lines are written; a line is a JSON object."""
     otlp_endpoint: str | None = Field(None, pattern=r"^https?://")
     """Base address of an OTLP/HTTP collector that traces are sent to; None: no traces."""
+    require_keys: bool | None = None
+    """Whether every request needs an API key (`memshard keys create`); None: where `host` is not this machine alone."""
+    api_key: str | None = None
+    """The key that this machine's own commands (`memshard status`, `demo`) show to the server."""
+    tenant_requests_per_minute: Count | None = None
+    """Requests that one tenant may send in a minute; None is no limit, as with those below."""
+    user_requests_per_minute: Count | None = None
+    """Chats and adds of one user in a minute."""
+    tenant_tokens_per_minute: Count | None = None
+    """Tokens of prompts and answers of one tenant in a minute."""
+    user_tokens_per_minute: Count | None = None
+    """Tokens of prompts and answers of one user in a minute."""
+    tenant_bytes: Count | None = None
+    """Bytes that all facts of one tenant may have."""
+    user_bytes: Count | None = None
+    """Bytes that the facts of one user may have."""
 
     start_deadline_s: Seconds = 300.0
     """Longest time from the start of Ray to a ready gateway; the first preparation of a model is not in it."""
@@ -148,6 +165,25 @@ class Settings(BaseSettings):
                 "or one late heartbeat moves users"
             )
         return self
+
+    @model_validator(mode="after")
+    def _keys_where_others_can_call(self) -> Self:
+        if self.require_keys is False and not self.is_loopback:
+            raise ValueError(f"{PREFIX}REQUIRE_KEYS may be false on a loopback address only, and {self.host} is none")
+        return self
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can call."""
+        try:
+            return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    @property
+    def keys_required(self) -> bool:
+        """Whether every request needs an API key."""
+        return not self.is_loopback if self.require_keys is None else self.require_keys
 
     @property
     def base_url(self) -> str:

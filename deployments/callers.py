@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from fastapi import Request
 
+from sharding.api_keys import Role
 from sharding.ids import UserId
 from sharding.scopes import NO_TENANT, Entity, owner_id
-
-Role = Literal["read", "write", "admin"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +17,7 @@ class Caller:
 
     tenant: str = NO_TENANT
     role: Role = "admin"
+    key_id: str | None = None  # of the key that was shown
 
     def owner(self, entity: Entity) -> UserId:
         """Whose memory is meant where this caller names `entity`."""

@@ -6,11 +6,13 @@ status, and the shard may still be replaced by another. After that an error is o
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
@@ -20,6 +22,7 @@ from deployments.api_docs import body as body_of
 from deployments.bodies import parse_body
 from deployments.callers import caller_of
 from deployments.http_errors import error_body, internal_error_body
+from deployments.limits import Limits
 from deployments.messages import ChatCall, ChatDelta, ChatEvent, ChatFinished, ChatStarted
 from deployments.openai_api import ChatRequest, memory_object, model_object, usage
 from deployments.owner_calls import OwnerCalls
@@ -41,7 +44,7 @@ STREAM: dict[int | str, JSONObject] = {
 }
 
 
-def chat_routes(calls: OwnerCalls, settings: GatewaySettings) -> APIRouter:
+def chat_routes(calls: OwnerCalls, settings: GatewaySettings, limits: Limits) -> APIRouter:
     """The routes; every answer comes from the caller's shard through `calls`."""
     routes = APIRouter()
     created = int(time.time())
@@ -52,12 +55,16 @@ def chat_routes(calls: OwnerCalls, settings: GatewaySettings) -> APIRouter:
         _check_model(body.model, settings)
         body.refuse_unsupported()
         named = body.caller(_header_user_id(request))
-        user = None if named is None else caller_of(request).owner(Entity("user", named))
+        caller = caller_of(request)
+        user = None if named is None else caller.owner(Entity("user", named))
+        await limits.chat(caller, user)
         call = body.to_call(uuid.uuid4().hex, user, settings.default_top_k, settings.max_top_k)
         frame = _Frame(call, settings.model)
         if not body.stream:
-            return JSONResponse(_completion(await calls.whole_chat(user, call), frame))
-        events = calls.chat(user, call)
+            answer = _completion(await calls.whole_chat(user, call), frame)
+            await limits.spent(caller, user, answer["usage"]["total_tokens"])
+            return JSONResponse(answer)
+        events = _counted(calls.chat(user, call), partial(limits.spent, caller, user))
         include_usage = body.stream_options is not None and body.stream_options.include_usage
         started = _expect(ChatStarted, await anext(events, None))
         return EventStream(_stream(started, events, frame, include_usage, request.state.request_id))
@@ -72,6 +79,26 @@ def chat_routes(calls: OwnerCalls, settings: GatewaySettings) -> APIRouter:
         return model_object(settings.model, created)
 
     return routes
+
+
+async def _counted(
+    events: AsyncGenerator[ChatEvent, None], spent: Callable[[int], Awaitable[None]]
+) -> AsyncGenerator[ChatEvent, None]:
+    """A stream's events; what they took is counted when they end, whoever ends them."""
+    prompt = answer = 0
+    try:
+        async with aclosing(events):
+            async for event in events:
+                if isinstance(event, ChatStarted):
+                    prompt = event.prompt_tokens
+                elif isinstance(event, ChatFinished):
+                    answer = event.completion_tokens
+                else:
+                    answer += 1  # about one a delta, should the stream be cut
+                yield event
+    finally:
+        if prompt:
+            await asyncio.shield(spent(prompt + answer))
 
 
 class _Frame:

@@ -20,12 +20,14 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 
 from deployments import telemetry
+from deployments.access import Access
 from deployments.admin_api import admin_routes
 from deployments.api_docs import ERRORS, install_openapi
 from deployments.chat_api import chat_routes
 from deployments.health_api import health_routes
 from deployments.http_edge import RequestEdge
 from deployments.http_errors import install_error_handlers
+from deployments.limits import Limits
 from deployments.mem0_bodies import (
     AddRequest,
     BatchRequest,
@@ -45,7 +47,9 @@ from deployments.owner_calls import OwnerCalls
 from deployments.owners import Owners, PlacementDirectory, Policy
 from deployments.settings import GatewaySettings
 from deployments.shard_client import ShardClient, Shards
+from sharding.api_keys import KnowsKeys
 from sharding.directory import PlacementCache
+from sharding.limits import CountsMinutes
 from sharding.registry import OwnerNames
 
 BODIES: list[type[BaseModel]] = [
@@ -65,6 +69,8 @@ class GatewayStores:
 
     directory: PlacementDirectory
     names: OwnerNames
+    api_keys: KnowsKeys
+    minutes: CountsMinutes
     pages: SharedPages | None = None  # None: this gateway is the only one
 
 
@@ -80,7 +86,9 @@ class Gateway:
         self.settings = settings
         self.owners = Owners(directory, policy, PlacementCache(settings.cached_users), settings.reports_ttl_s)
         self.calls = OwnerCalls(shards, self.owners, settings.deadline_s, settings.patience_s)
-        self.memories = Memories(shards, self.calls, stores.names)
+        self.api_keys = stores.api_keys
+        self.limits = Limits(stores.minutes, settings)
+        self.memories = Memories(shards, self.calls, stores.names, self.limits)
         self.metrics = Metrics(shards, self.owners, stores.pages, me, settings)
 
 
@@ -88,10 +96,11 @@ def create_app(gateway: Gateway, stamps_request_id: bool = True) -> FastAPI:
     """The HTTP application. `stamps_request_id`: put X-Request-ID on responses (Serve's proxy does so itself)."""
     settings = gateway.settings
     app = FastAPI(title="Memshard", redirect_slashes=False, docs_url=None, redoc_url=None, responses=ERRORS)
+    app.add_middleware(Access, keys=gateway.api_keys, limits=gateway.limits, required=settings.require_keys)
     app.add_middleware(Meter)
     app.add_middleware(RequestEdge, max_body_bytes=settings.max_body_bytes, stamps_request_id=stamps_request_id)
     install_error_handlers(app)
-    app.include_router(chat_routes(gateway.calls, settings))
+    app.include_router(chat_routes(gateway.calls, settings, gateway.limits))
     app.include_router(platform_routes(gateway.memories, settings))
     app.include_router(oss_routes(gateway.memories, settings))
     app.include_router(memory_routes(gateway.memories, settings))

@@ -21,13 +21,16 @@ from sharding.errors import (
     ContextTooLong,
     DeadlineExceeded,
     EngineFailed,
+    Forbidden,
     InvalidRequest,
     MemshardError,
     NotFound,
     NotOffered,
+    RateLimited,
     RequestError,
     RetryableError,
     TooLarge,
+    Unauthorized,
     Unavailable,
 )
 
@@ -45,12 +48,15 @@ class Status(NamedTuple):
 STATUSES: dict[type[MemshardError], Status] = {
     InvalidRequest: Status(400, "invalid_request_error", "invalid_request"),
     ContextTooLong: Status(400, "invalid_request_error", "context_length_exceeded"),
+    Unauthorized: Status(401, "authentication_error", "invalid_api_key"),
+    Forbidden: Status(403, "permission_error", "forbidden"),
     NotFound: Status(404, "invalid_request_error", "not_found"),
     Conflict: Status(409, "invalid_request_error", "conflict"),
     NotOffered: Status(501, "invalid_request_error", "not_offered"),
     TooLarge: Status(413, "invalid_request_error", "too_large"),
     RequestError: Status(400, "invalid_request_error", "invalid_request"),
     Busy: Status(429, "rate_limit_error", "shard_busy"),
+    RateLimited: Status(429, "rate_limit_error", "rate_limited"),
     Unavailable: Status(503, "server_error", "unavailable"),
     DeadlineExceeded: Status(504, "server_error", "deadline_exceeded"),
     RetryableError: Status(503, "server_error", "unavailable"),
@@ -87,6 +93,10 @@ def error_response(error: MemshardError) -> JSONResponse:
     if status.http in (429, 503):
         retry_after_s = error.retry_after_s if isinstance(error, RetryableError) else 1.0
         headers["Retry-After"] = str(max(1, math.ceil(retry_after_s)))
+    if isinstance(error, RateLimited):
+        headers["X-RateLimit-Limit"] = str(error.details["limit"])
+        headers["X-RateLimit-Remaining"] = str(error.details["remaining"])
+        headers["X-RateLimit-Reset"] = headers["Retry-After"]
     return JSONResponse(error_body(error), status.http, headers)
 
 

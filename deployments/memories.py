@@ -15,7 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from deployments.audit import audit
 from deployments.callers import Caller
+from deployments.limits import Limits
 from deployments.memory_calls import (
     AddCall,
     AddedFact,
@@ -71,24 +73,31 @@ class NewFacts:
 class Memories:
     """One a gateway. Every method raises members of the error tree only."""
 
-    def __init__(self, shards: Shards, calls: OwnerCalls, names: OwnerNames) -> None:
+    def __init__(self, shards: Shards, calls: OwnerCalls, names: OwnerNames, limits: Limits) -> None:
         self._shards = shards
         self._calls = calls
         self._names = names
+        self._limits = limits
 
     async def add(self, caller: Caller, new: NewFacts) -> tuple[str, tuple[AddedFact, ...]]:
         """Stores facts for the entity that owns them; who has no shard yet gets one. With the id of the event, which
         has happened when this returns."""
         owner = caller.owner(entities(new.scopes)[0])
+        await self._limits.user_request(owner)
         details = (new.texts, new.roles, new.scopes, new.metadata, new.expires_on, new.told_at)
         id = new_id(owner)
-        return id, await self._calls.add(owner, self._hop(lambda p: AddCall(id, p, *details)))
+        added = await self._calls.add(owner, self._hop(lambda p: AddCall(id, p, *details)))
+        audit(caller, "add", owner, [one.fact.id for one in added])
+        return id, added
 
     async def distil(self, caller: Caller, turn: Turn) -> EventView:
         """Keeps a turn, from which facts are distilled in the background: the event to ask for."""
         owner = caller.owner(entities(turn.scopes)[0])
+        await self._limits.user_request(owner)
         id = new_id(owner)
-        return await self._calls.add(owner, self._hop(lambda p: DistilCall(id, p, turn)))
+        event: EventView = await self._calls.add(owner, self._hop(lambda p: DistilCall(id, p, turn)))
+        audit(caller, "distil", owner, [id])
+        return event
 
     async def event(self, caller: Caller, id: str) -> EventView:
         """How far an add is. Raises `NotFound`."""
@@ -131,7 +140,9 @@ class Memories:
 
     async def update(self, caller: Caller, id: str, **changes: Any) -> FactView:
         """A new version; `changes` are `UpdateCall`'s."""
-        return await self._by_id(caller, id, None, lambda call_id, p: UpdateCall(call_id, p, FactId(id), **changes))
+        new = await self._by_id(caller, id, None, lambda call_id, p: UpdateCall(call_id, p, FactId(id), **changes))
+        audit(caller, "update", new.user, [id])
+        return new
 
     async def feedback(self, caller: Caller, id: str, verdict: str | None, reason: str | None) -> None:
         """Keeps what a reader said of a memory."""
@@ -144,14 +155,18 @@ class Memories:
         for candidate in await self._candidates(caller, id, owner):
             try:
                 hop = self._hop(lambda p: DeleteCall(call_id, p, FactId(id)))
-                return await self._calls.delete(candidate, hop)
+                await self._calls.delete(candidate, hop)
+                audit(caller, "delete", candidate, [id])
+                return
             except NotFound as error:
                 missing = error
         raise missing or _no_such_memory()
 
-    async def forget_owner(self, owner: UserId) -> int:
+    async def forget_owner(self, caller: Caller, owner: UserId) -> int:
         """Deletes all of an owner. Raises `NotFound` for one whom nothing was ever stored for."""
-        return await self._ask(owner, ForgetCall)
+        count = await self._ask(owner, ForgetCall)
+        audit(caller, "forget", owner, [])
+        return count
 
     async def forget(self, caller: Caller, filters: Filter) -> int:
         """Deletes what matches; how many there were. Raises `InvalidRequest` where it could be everybody's."""
@@ -165,12 +180,13 @@ class Memories:
         for owner in await self._owners(caller, filters):
             only = None if owner in all_of else filters
             counts += await self._each([owner], lambda id, p, only=only: ForgetCall(id, p, only))  # type: ignore[misc]
+            audit(caller, "forget", owner, [])
         return sum(counts)
 
     async def forget_entity(self, caller: Caller, entity: Entity) -> int:
         """Deletes what was told under an entity. Raises `NotFound` where nothing was."""
         if entity.kind == "user":
-            return await self.forget_owner(caller.owner(entity))
+            return await self.forget_owner(caller, caller.owner(entity))
         field_name = KINDS[entity.kind]
         if not await self._owners_of(caller, entity):
             raise NotFound(f"There is no {entity.kind} with this id.", field=field_name)

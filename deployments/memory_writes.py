@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -25,6 +26,7 @@ from deployments.memory_calls import (
     UpdateCall,
 )
 from deployments.memory_reads import MemoryReads, held
+from deployments.quotas import Quotas
 from deployments.resident import Residents
 from deployments.resident_use import ResidentUse
 from deployments.telemetry import step
@@ -46,6 +48,7 @@ class MemoryWrites:
         store: FactStore,
         template: PromptTemplate,
         reads: MemoryReads,
+        quotas: Quotas,
         *,
         max_fact_tokens: int,
     ) -> None:
@@ -53,6 +56,7 @@ class MemoryWrites:
         self._residents = residents
         self._store = store
         self._template = template
+        self._quotas = quotas
         self._view = reads.view
         self._max_fact_tokens = max_fact_tokens
         self.facts_added = 0
@@ -80,6 +84,8 @@ class MemoryWrites:
             Told(text, role, call.scopes, call.metadata, call.expires_on)
             for text, role in zip(call.texts, roles, strict=True)
         ]
+        known = {fact.text_hash for fact in memory.facts}
+        await self._quotas.admit(memory, [told for told in texts if text_hash(told.text) not in known])
         with step("remember", "append"):
             added = await self._store.append(call.placement, texts, call.request_id, now)
         await self._residents.read(memory, [fact for fact, _ in added])
@@ -113,6 +119,7 @@ class MemoryWrites:
         if changes:
             embedding = await self._residents.embedding(changes["text"]) if "text" in changes else None
             now = moment(call.told_at)
+            await self._quotas.admit(memory, [replace(fact, **changes)], [fact])
             async with self._residents.indexing(memory):
                 fact = await self._store.update(call.placement, fact, now=now, embedding=embedding, **changes)
                 memory.replace(fact, embedding)
@@ -142,6 +149,7 @@ class MemoryWrites:
             count = await self._store.delete_all(call.placement)
             memory.clear()
             await self._residents.changed(memory)
+            await self._quotas.deleted(memory)
             await self._unregister(memory, gone)
             return count
 
@@ -162,6 +170,7 @@ class MemoryWrites:
         for id in ids:
             memory.remove(id)
         await self._residents.changed(memory)
+        await self._quotas.deleted(memory)
         await self._unregister(memory, gone)
         return count
 

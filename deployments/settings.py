@@ -29,6 +29,11 @@ class GatewaySettings:
     max_body_bytes: int = 1 << 20
     cached_users: int = 100_000  # placements held in this process
     reports_ttl_s: float = 1.0  # how long heartbeats read from Redis are believed
+    require_keys: bool = False
+    tenant_requests_per_minute: int | None = None  # None is no limit, as with the three below
+    user_requests_per_minute: int | None = None
+    tenant_tokens_per_minute: int | None = None  # of prompts and answers
+    user_tokens_per_minute: int | None = None
     status_deadline_s: float = 2.0  # how long /status and /readyz wait for an answer
     pages_interval_s: float = 5.0  # how often a gateway shows the others its metrics
     telemetry: TelemetrySettings = TelemetrySettings()
@@ -61,6 +66,8 @@ class ShardSettings:
     chunk_shared_bytes: int = 0
     chunk_load_deadline_s: float = 0.5
     drain_s: float = 5.0  # how long a shard that stops moves users to others
+    user_bytes: int | None = None  # of one user's facts; None is no limit
+    tenant_bytes: int | None = None  # of all facts of a tenant
     resident_users: int = 10_000  # users whose facts and index are in the replica's memory
     cluster: str = ""  # among those of the namespace; its shards know only each other
     gpus: int = 0  # that the engine spans; 0: CPU cores

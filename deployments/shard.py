@@ -49,6 +49,7 @@ from deployments.memory_writes import MemoryWrites
 from deployments.messages import ChatCall, ChatDelta, ChatEvent, ChatFinished, ChatStarted, MemoryUse
 from deployments.mover import Mover
 from deployments.ports import Embeds
+from deployments.quotas import Quotas
 from deployments.resident import Residents
 from deployments.resident_use import ResidentUse
 from deployments.telemetry import first_token, step
@@ -79,6 +80,7 @@ class Shard:
         *,
         max_requests_in_flight: int,
         max_fact_tokens: int,
+        quotas: Quotas | None = None,
     ) -> None:
         self.engine = engine
         self.tiers = tiers
@@ -99,7 +101,13 @@ class Shard:
         self._max_requests_in_flight = max_requests_in_flight
         self.reads = reads = MemoryReads(self.users, residents, store, embedder)
         self.writes = writes = MemoryWrites(
-            self.users, residents, store, template, reads, max_fact_tokens=max_fact_tokens
+            self.users,
+            residents,
+            store,
+            template,
+            reads,
+            quotas or Quotas(None, None),
+            max_fact_tokens=max_fact_tokens,
         )
         self.mover = Mover(tiers, residents, self.users, table)
         self.distillation = Distillation(

@@ -14,6 +14,7 @@ from deployments.encode_pace import EncodePace
 from deployments.encoder import Encoder
 from deployments.heads import Heads
 from deployments.ports import Embeds
+from deployments.quotas import Quotas
 from deployments.resident import Residents
 from deployments.settings import ShardSettings
 from deployments.shard import Shard
@@ -57,6 +58,9 @@ def put_together(
         store,
         max_requests_in_flight=settings.max_requests_in_flight,
         max_fact_tokens=settings.max_fact_tokens,
+        quotas=Quotas(
+            settings.user_bytes, None if settings.tenant_bytes is None else store.tenant_bytes(settings.tenant_bytes)
+        ),
     )
 
 

@@ -8,12 +8,15 @@ do. Whether a retry can help is the class, never a flag. HTTP statuses are assig
     ├── RequestError            the caller must change the request: retrying it as it is cannot help
     │   ├── InvalidRequest      400   a field is missing, malformed or out of range (`field` names it)
     │   ├── ContextTooLong      400   prompt + max_tokens do not fit the model
+    │   ├── Unauthorized        401   no key, or one that is not known
+    │   ├── Forbidden           403   the key may not do this
     │   ├── NotFound            404   no such fact, user or model
     │   ├── Conflict            409   it would contradict what is stored
     │   ├── NotOffered          501   a part of another API that this server does not have
     │   └── TooLarge            413   a fact or a body over its limit
     ├── RetryableError          the same request may succeed later (`retry_after_s`)
     │   ├── Busy                429   this shard's queue is full
+    │   ├── RateLimited         429   a minute's requests or tokens are used up
     │   ├── Unavailable         503   Redis, or every shard, is away
     │   ├── DeadlineExceeded    504   a bounded wait ran out
     │   ├── WrongShard          internal: the shard does not own this user (any more); ask the directory again
@@ -61,6 +64,14 @@ class NotFound(RequestError):
     """No such fact, user or model."""
 
 
+class Unauthorized(RequestError):
+    """No key came with the request, or one that is not known."""
+
+
+class Forbidden(RequestError):
+    """The key may not do this."""
+
+
 class Conflict(RequestError):
     """The change would contradict what is stored."""
 
@@ -84,6 +95,10 @@ class RetryableError(MemshardError):
 
 class Busy(RetryableError):
     """This shard's queue is full."""
+
+
+class RateLimited(RetryableError):
+    """What a minute has room for is used up (`limit`, `remaining`)."""
 
 
 class Unavailable(RetryableError):

@@ -24,6 +24,7 @@ from sharding.errors import Conflict, NotFound
 from sharding.fact_records import Fact, Told, dump_fact, instant, load_fact, text_hash
 from sharding.ids import FactId, Placement, UserId
 from sharding.keys import KeySpace
+from sharding.limits import TenantBytes
 from sharding.redis_errors import redis_errors
 from sharding.registry import Registry
 from sharding.scopes import new_id
@@ -54,6 +55,10 @@ class FactStore:
         self._delete = script(redis, "fence", "delete")
         self._delete_all = script(redis, "fence", "delete_all")
         self._feedback = script(redis, "fence", "feedback")
+
+    def tenant_bytes(self, limit: int) -> TenantBytes:
+        """The bytes of each tenant's facts, of which it may have `limit`."""
+        return TenantBytes(self._redis, self._keys, limit)
 
     async def append(
         self, placement: Placement, texts: Sequence[str | Told], turn_id: str, now: datetime

@@ -16,7 +16,8 @@
     <ns>:{shards:<model>}:<id>    string  a shard's last report, with a TTL
     <ns>:{shards:<model>}::beating, ::settling   see `beat.lua`
     <ns>:{shards:<model>}:pages   hash    gateway's id -> its metrics; `pages.py`
-    <ns>:{tenant:<tenant>}:…      what the tenant has: see `registry.py`
+    <ns>:{tenant:<tenant>}:…      what the tenant has: see `registry.py` and `limits.py`
+    <ns>:{keys:}, <ns>:{limit:…}:… see `api_keys.py` and `limits.py`
 
 Where `cluster` is given, its shards are in `{shards:<model>:<cluster>}`: two clusters of one installation share users
 and facts, and do not see each other's shards, so each takes over, under a new epoch, whomever the other owns.
@@ -83,6 +84,12 @@ class KeySpace:
 
     def seq(self, user: UserId) -> str:
         return f"{self._of(user)}:seq"
+
+    def api_keys(self) -> str:
+        return f"{_escape(self.namespace)}:{{keys:}}"
+
+    def limit(self, what: str, minute: int) -> str:
+        return f"{_escape(self.namespace)}:{{limit:{_escape(what)}}}:{minute}"
 
     def shards(self) -> str:
         cluster = f":{_escape(self.cluster)}" if self.cluster else ""

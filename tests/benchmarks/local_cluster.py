@@ -24,12 +24,14 @@ from deployments.messages import ChatCall, ChatEvent, ShardStatus
 from deployments.settings import GatewaySettings, ShardSettings
 from deployments.shard import Shard
 from deployments.shard_client import Shards
+from sharding.api_keys import KeyStore
 from sharding.client import connect
 from sharding.directory import Directory
 from sharding.facts import FactStore
 from sharding.ids import ShardId
 from sharding.keys import KeySpace
 from sharding.lease import Lease
+from sharding.limits import Minutes
 from sharding.placement import PlacementPolicy, ShardReport
 from sharding.registry import Registry
 from tests.sharding.real_valkey import running_valkey
@@ -85,7 +87,7 @@ class LocalCluster:
                 report = ShardReport(shard=me, model=deterministic.NAME, ready=True, **sizes)
                 await directory.heartbeat(report.model_dump_json(), me, FOR_EVER_S)
             settings = GatewaySettings(model=deterministic.NAME, expected_shards=count)
-            stores = GatewayStores(directory, Registry(redis, keys))
+            stores = GatewayStores(directory, Registry(redis, keys), KeyStore(redis, keys), Minutes(redis, keys))
             app = create_app(Gateway(self.shards, stores, PlacementPolicy(), settings))
             listening = socket.create_server(("127.0.0.1", 0))
             self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"

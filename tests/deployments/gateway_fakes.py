@@ -29,8 +29,10 @@ from deployments.memory_calls import (
 from deployments.messages import ChatCall, ChatDelta, ChatEvent, ChatFinished, ChatStarted, MemoryUse, ShardStatus
 from deployments.settings import GatewaySettings
 from deployments.shard_client import Shards
+from sharding.api_keys import KnowsKeys
 from sharding.errors import MemshardError, NotFound, ShardGone, Unavailable, WrongShard
 from sharding.ids import FactId, Placement, ShardId, UserId
+from sharding.limits import CountsMinutes
 from sharding.move import End
 from sharding.placement import PlacementPolicy, ShardReport
 from sharding.registry import EntitySeen, OwnerNames
@@ -206,6 +208,14 @@ class FakeNames(OwnerNames):
         return [EntitySeen(entity_of(owner), NOW, NOW) for owner in self._directory.placements]
 
 
+class NoKeys(KnowsKeys):
+    """Keys are not required here, so nobody asks for one."""
+
+
+class NoLimits(CountsMinutes):
+    """Nothing is limited here, so nothing is counted."""
+
+
 class Cluster:
     """A gateway over two shards, and the handles that a test pulls."""
 
@@ -214,7 +224,7 @@ class Cluster:
         self.shards = FakeShards(self.directory, "shard-a", "shard-b")
         self.gateway = Gateway(
             self.shards,
-            GatewayStores(self.directory, FakeNames(self.directory)),
+            GatewayStores(self.directory, FakeNames(self.directory), NoKeys(), NoLimits()),
             PlacementPolicy(),
             GatewaySettings(**{"model": MODEL, "expected_shards": 2, "patience_s": 0.0} | settings),  # type: ignore[arg-type]
         )

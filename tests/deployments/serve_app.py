@@ -23,8 +23,10 @@ from deployments.router import PinnedRouter
 from deployments.settings import GatewaySettings
 from deployments.shard_client import ShardClient
 from deployments.telemetry import Carried
+from sharding.api_keys import KnowsKeys
 from sharding.errors import NotFound
 from sharding.ids import Placement, ShardId, UserId
+from sharding.limits import CountsMinutes
 from sharding.placement import PlacementPolicy, ShardReport
 from sharding.registry import OwnerNames
 
@@ -110,8 +112,16 @@ class NoNames(OwnerNames):
     """Nobody asks it."""
 
 
+class NoKeys(KnowsKeys):
+    """Keys are not required."""
+
+
+class NoLimits(CountsMinutes):
+    """Nothing is limited."""
+
+
 def open_stores(live: Path) -> GatewayStores:
-    return GatewayStores(FileDirectory(live), NoNames())
+    return GatewayStores(FileDirectory(live), NoNames(), NoKeys(), NoLimits())
 
 
 def start(port: int, live: Path) -> None:

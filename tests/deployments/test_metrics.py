@@ -8,7 +8,7 @@ import subprocess
 
 import httpx
 import pytest
-from gateway_fakes import MODEL, Cluster, FakeNames
+from gateway_fakes import MODEL, Cluster, FakeNames, NoKeys, NoLimits
 from prometheus_client.parser import text_string_to_metric_families
 
 from deployments import exposition
@@ -130,7 +130,7 @@ async def test_any_gateway_answers_for_all(cluster: Cluster) -> None:
     shared.pages["another"] = "# HELP memshard_retries_total x\n# TYPE memshard_retries_total counter\n" + (
         'memshard_retries_total{reason="WrongShard"} 41.0\n'
     )
-    stores = GatewayStores(cluster.directory, FakeNames(cluster.directory), shared)
+    stores = GatewayStores(cluster.directory, FakeNames(cluster.directory), NoKeys(), NoLimits(), shared)
     gateway = Gateway(cluster.shards, stores, PlacementPolicy(), GatewaySettings(MODEL), "me")
     async with httpx.AsyncClient(transport=httpx.ASGITransport(create_app(gateway)), base_url="http://me") as client:
         page = await scrape(client)

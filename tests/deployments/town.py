@@ -25,12 +25,14 @@ from deployments.messages import ChatCall, ChatEvent, ShardStatus
 from deployments.settings import GatewaySettings, ShardSettings
 from deployments.shard import Shard
 from deployments.shard_client import Shards
+from sharding.api_keys import KeyStore
 from sharding.client import connect
 from sharding.directory import Directory
 from sharding.facts import FactStore
 from sharding.ids import ShardId
 from sharding.keys import KeySpace
 from sharding.lease import Lease
+from sharding.limits import Minutes
 from sharding.placement import PlacementPolicy, ShardReport
 from sharding.registry import Registry
 from tests.sharding.real_valkey import Valkey
@@ -65,11 +67,12 @@ def _sent(value: Any) -> Any:
 class Town:
     """`url` to talk to it, `app` to look at it, `redis` and `shards` to look into it."""
 
-    def __init__(self, valkey: Valkey, **settings: Any) -> None:
+    def __init__(self, valkey: Valkey, quotas: dict[str, int], **settings: Any) -> None:
         self.keys = KeySpace(uuid.uuid4().hex, MODEL)
         self.redis = redis.Redis.from_url(valkey.url)
         self.shards = LocalShards()
         self._valkey = valkey
+        self._quotas = quotas
         self._settings = GatewaySettings(model=MODEL, **settings)
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listening.getsockname()[1]}"
@@ -90,10 +93,25 @@ class Town:
         directory = Directory(client, self.keys)
         nowhere = Path("/nonexistent")
         sizes: dict[str, Any] = {"kv_cache_bytes": 1, "chunk_device_bytes": 1 << 22, "window_facts": 2}
-        more: dict[str, Any] = {"threads": 1, "max_model_len": None, "max_fact_tokens": 4096}
+        more: dict[str, Any] = {
+            "threads": 1,
+            "max_model_len": None,
+            "max_fact_tokens": 4096,
+            "max_requests_in_flight": 9,
+        }
         times = {"heartbeat_interval_s": 1.0, "heartbeat_ttl_s": TTL_S, "redis_grace_s": 1.0}
         shard_settings = ShardSettings(
-            MODEL, nowhere, nowhere, self._valkey.url, "test", 1, max_requests_in_flight=9, **sizes, **more, **times
+            MODEL,
+            nowhere,
+            nowhere,
+            self._valkey.url,
+            "test",
+            1,
+            max_requests_in_flight=9,
+            **self._quotas,
+            **sizes,
+            **more,
+            **times,
         )
         for name in ("shard-a", "shard-b"):
             id, lease = ShardId(name), Lease(TTL_S, TTL_S)
@@ -103,7 +121,9 @@ class Town:
             self.shards.by_id[id] = shard
             report = ShardReport(shard=id, model=MODEL, ready=True, free_bytes=1, users=0, requests_in_flight=0)
             await directory.heartbeat(report.model_dump_json(), id, TTL_S)
-        stores = GatewayStores(directory, Registry(client, self.keys))
+        self.api_keys = KeyStore(client, self.keys)
+        minutes = Minutes(client, self.keys)
+        stores = GatewayStores(directory, Registry(client, self.keys), self.api_keys, minutes)
         return create_app(Gateway(self.shards, stores, PlacementPolicy(), self._settings))
 
     def stop(self) -> None:
@@ -129,9 +149,9 @@ class Town:
 
 
 @contextmanager
-def a_town(valkey: Valkey, **settings: Any) -> Iterator[Town]:
+def a_town(valkey: Valkey, quotas: dict[str, int] | None = None, **settings: Any) -> Iterator[Town]:
     """One that runs in a thread of its own."""
-    town = Town(valkey, **settings)
+    town = Town(valkey, quotas or {}, **settings)
     thread = threading.Thread(target=lambda: asyncio.run(town.serve()))
     thread.start()
     try:
