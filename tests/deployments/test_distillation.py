@@ -6,42 +6,17 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
-from deployments.distiller import Decision
 from sharding.errors import EngineFailed
 from sharding.ids import UserId
 from sharding.scopes import owner_tag
-from tests.deployments.town import Town, a_town
+from tests.deployments.town import SentenceReader, Town, a_town
 from tests.sharding.real_valkey import Valkey
-
-
-class SentenceReader:
-    """A fact for each sentence of the user's; one that begins with the same two words as a known one corrects it."""
-
-    def __init__(self) -> None:
-        self.read: list[Sequence[tuple[str, str]]] = []
-        self.fails_with: Exception | None = None
-        self.gate = asyncio.Event()
-        self.gate.set()
-
-    async def extract(self, user: UserId, messages: Sequence[tuple[str, str]], instructions: str | None) -> list[str]:
-        self.read.append(messages)
-        await self.gate.wait()
-        if self.fails_with is not None:
-            raise self.fails_with
-        told = " ".join(text for role, text in messages if role == "user")
-        return [f"{sentence.strip()}." for sentence in told.split(".") if sentence.strip()][:5]
-
-    async def decide(self, user: UserId, fact: str, known: Sequence[str]) -> Decision:
-        for place, text in enumerate(known):
-            if text.split()[:2] == fact.split()[:2]:
-                return Decision("UPDATE", place)
-        return Decision("ADD")
 
 
 @pytest.fixture(scope="module")

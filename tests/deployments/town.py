@@ -9,8 +9,9 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ import redis
 import uvicorn
 from fastapi import FastAPI
 
+from deployments import exposition
 from deployments.deterministic import open_shard
+from deployments.distiller import Decision
 from deployments.gateway import Gateway, GatewayStores, create_app
 from deployments.memory_calls import MemoryCall
 from deployments.messages import ChatCall, ChatEvent, ShardStatus
@@ -29,7 +32,7 @@ from sharding.api_keys import KeyStore
 from sharding.client import connect
 from sharding.directory import Directory
 from sharding.facts import FactStore
-from sharding.ids import ShardId
+from sharding.ids import ShardId, UserId
 from sharding.keys import KeySpace
 from sharding.lease import Lease
 from sharding.limits import Minutes
@@ -39,6 +42,30 @@ from tests.sharding.real_valkey import Valkey
 
 MODEL = "tiny"
 TTL_S = 3600.0
+
+
+class SentenceReader:
+    """A fact for each sentence of the user's; one that begins with the same two words as a known one corrects it."""
+
+    def __init__(self) -> None:
+        self.read: list[Sequence[tuple[str, str]]] = []
+        self.fails_with: Exception | None = None
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def extract(self, user: UserId, messages: Sequence[tuple[str, str]], instructions: str | None) -> list[str]:
+        self.read.append(messages)
+        await self.gate.wait()
+        if self.fails_with is not None:
+            raise self.fails_with
+        told = " ".join(text for role, text in messages if role == "user")
+        return [f"{sentence.strip()}." for sentence in told.split(".") if sentence.strip()][:5]
+
+    async def decide(self, user: UserId, fact: str, known: Sequence[str]) -> Decision:
+        for place, text in enumerate(known):
+            if text.split()[:2] == fact.split()[:2]:
+                return Decision("UPDATE", place)
+        return Decision("ADD")
 
 
 class LocalShards(Shards):
@@ -59,6 +86,9 @@ class LocalShards(Shards):
         users, facts = len(here.table), sum(map(len, here.table.memories()))
         return ShardStatus(shard, MODEL, True, "", users, facts, len(here.ledger), 0, 0, (), dict(here.counters))
 
+    async def metrics(self, shard: ShardId, deadline_s: float) -> str:
+        return exposition.of_status(asdict(await self.status(shard, deadline_s)))
+
 
 def _sent(value: Any) -> Any:
     return pickle.loads(pickle.dumps(value))
@@ -77,6 +107,7 @@ class Town:
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listening.getsockname()[1]}"
         self._ready = threading.Event()
+        self._server: uvicorn.Server | None = None
 
     async def serve(self) -> None:
         """Runs until `stop`."""
@@ -85,7 +116,8 @@ class Town:
             self._loop = asyncio.get_running_loop()
             self._server = uvicorn.Server(uvicorn.Config(self.app, log_level="warning", ws="none", lifespan="off"))
             self._ready.set()
-            await self._server.serve([self._listening])
+            server = self._server
+            await server.serve([self._listening])
 
     async def _build(self, undo: AsyncExitStack) -> FastAPI:
         client = connect(self._valkey.url)
@@ -107,7 +139,6 @@ class Town:
             self._valkey.url,
             "test",
             1,
-            max_requests_in_flight=9,
             **self._quotas,
             **sizes,
             **more,
@@ -117,6 +148,7 @@ class Town:
             id, lease = ShardId(name), Lease(TTL_S, TTL_S)
             lease.acknowledged(time.monotonic())
             shard = await open_shard(shard_settings, id, directory, FactStore(client, self.keys), lease)
+            shard.distillation.distiller = SentenceReader()  # its engine cannot write what one asks for
             undo.callback(shard.close)
             self.shards.by_id[id] = shard
             report = ShardReport(shard=id, model=MODEL, ready=True, free_bytes=1, users=0, requests_in_flight=0)
@@ -127,7 +159,8 @@ class Town:
         return create_app(Gateway(self.shards, stores, PlacementPolicy(), self._settings))
 
     def stop(self) -> None:
-        self._server.should_exit = True
+        if self._server is not None:
+            self._server.should_exit = True
 
     def run(self, work: Any, timeout_s: float = 10.0) -> Any:
         """Awaits `work` on the town's own loop."""
