@@ -109,6 +109,7 @@ def build(
         heartbeat_interval_s=settings.heartbeat_interval_s,
         heartbeat_ttl_s=settings.heartbeat_ttl_s,
         redis_grace_s=settings.redis_grace_s,
+        encryption_key=settings.encryption_secret(),
         user_bytes=settings.user_bytes,
         tenant_bytes=settings.tenant_bytes,
     )

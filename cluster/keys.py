@@ -21,6 +21,7 @@ from sharding.api_keys import KeyStore, Role
 from sharding.client import connect
 from sharding.errors import NotFound, StartupError
 from sharding.keys import KeySpace
+from sharding.sealing import new_secret
 
 T = TypeVar("T")
 
@@ -56,6 +57,12 @@ def revoke(id: Annotated[str, typer.Argument(help="The key's id, as `list` shows
     if not _with_store(lambda store: store.revoke(id)):
         raise NotFound(f"There is no key with the id {id}; `memshard keys list` shows them")
     Console().print(f"Key {id} is revoked", markup=False)
+
+
+@app.command()
+def secret() -> None:
+    """Print a new secret for MEMSHARD_ENCRYPTION_KEY. Keep it: without it, what was encrypted with it is lost."""
+    Console().print(new_secret(), soft_wrap=True, markup=False, highlight=False)
 
 
 def any_key(redis_url: str, namespace: str) -> bool:

@@ -16,10 +16,11 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from sharding.errors import StartupError
+from sharding.sealing import Seal
 
 PREFIX = "MEMSHARD_"
 GIB = 1 << 30
@@ -126,6 +127,11 @@ class Settings(BaseSettings):
     """Whether every request needs an API key (`memshard keys create`); None: where `host` is not this machine alone."""
     api_key: str | None = None
     """The key that this machine's own commands (`memshard status`, `demo`) show to the server."""
+    encryption_key: SecretStr | None = None
+    """Secret that texts, metadata, embeddings and turns are encrypted with in Redis, 32 bytes in base64 (`memshard keys
+    secret` makes one); None keeps them as they are. A store goes on with the secret that it began with."""
+    encryption_key_file: Path | None = None
+    """File that holds that secret, instead."""
     tenant_requests_per_minute: Count | None = None
     """Requests that one tenant may send in a minute; None is no limit, as with those below."""
     user_requests_per_minute: Count | None = None
@@ -144,7 +150,7 @@ class Settings(BaseSettings):
     stop_deadline_s: Seconds = 20.0
     """Time that running requests get to finish after a stop was asked for; what is left then is killed."""
 
-    @field_validator("state_dir", "model", "embedding_model", "chunk_disk_dir")
+    @field_validator("state_dir", "model", "embedding_model", "chunk_disk_dir", "encryption_key_file")
     @classmethod
     def _absolute(cls, path: Path | None) -> Path | None:
         """Resolve `~` and relative paths now: the cluster's processes run in other directories."""
@@ -171,6 +177,21 @@ class Settings(BaseSettings):
         if self.require_keys is False and not self.is_loopback:
             raise ValueError(f"{PREFIX}REQUIRE_KEYS may be false on a loopback address only, and {self.host} is none")
         return self
+
+    def encryption_secret(self) -> str | None:
+        """The secret that what people said is encrypted with, or None.
+
+        Raises:
+            StartupError: the file cannot be read, or what it holds is no secret.
+        """
+        secret = None if self.encryption_key is None else self.encryption_key.get_secret_value()
+        if self.encryption_key_file is not None:
+            try:
+                secret = self.encryption_key_file.read_text().strip()
+            except (OSError, UnicodeDecodeError) as failure:
+                raise StartupError(f"{PREFIX}ENCRYPTION_KEY_FILE cannot be read: {failure}") from failure
+        Seal(secret)  # refuses what is none
+        return secret
 
     @property
     def is_loopback(self) -> bool:

@@ -32,6 +32,7 @@ from sharding.ids import ShardId
 from sharding.keys import KeySpace
 from sharding.lease import Lease
 from sharding.placement import PlacementPolicy, ShardReport
+from sharding.sealing import Seal
 
 if TYPE_CHECKING:
     from deployments.shard import Shard
@@ -76,7 +77,7 @@ class ShardReplica:
             self._directory = Directory(redis, keys)
             self._lease = Lease(settings.heartbeat_ttl_s, settings.redis_grace_s)
             start = open_shard or _product()
-            store = FactStore(redis, keys)
+            store = FactStore(redis, keys, Seal(settings.encryption_key))
             self._shard = shard = await start(settings, self._me, self._directory, store, self._lease)
             undo.callback(shard.close)
             undo.push_async_callback(shard.flush, FLUSH_S)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 
@@ -66,6 +66,7 @@ class ShardSettings:
     chunk_shared_bytes: int = 0
     chunk_load_deadline_s: float = 0.5
     drain_s: float = 5.0  # how long a shard that stops moves users to others
+    encryption_key: str | None = field(default=None, repr=False)  # for what people said, in Redis; see sealing.py
     user_bytes: int | None = None  # of one user's facts; None is no limit
     tenant_bytes: int | None = None  # of all facts of a tenant
     resident_users: int = 10_000  # users whose facts and index are in the replica's memory

@@ -2,7 +2,7 @@
 
     {id, text_hash, turn_id, version, created_at, updated_at, body: {text, role, scopes, metadata, expires_on}}
 
-What Lua reads stands outside; what people said stands in `body`.
+What Lua reads stands outside; what people said stands in `body`, which is one sealed text where there is a secret.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 from sharding.errors import InvalidRequest
 from sharding.ids import FactId, UserId
+from sharding.sealing import Seal, unreadable
 
 MAX_METADATA_BYTES = 16_384
 MAX_METADATA_DEPTH = 32
@@ -91,18 +92,20 @@ def today() -> str:
     return datetime.now(UTC).date().isoformat()
 
 
-def dump_fact(fact: Fact) -> bytes:
+def dump_fact(fact: Fact, seal: Seal) -> bytes:
     """The record of `fact`; its seq and embedding live beside it, under keys of their own."""
-    body = {
+    body: Any = {
         "text": fact.text,
         "role": fact.role,
         "scopes": dict(fact.scopes),
         "metadata": dict(fact.metadata),
         "expires_on": fact.expires_on,
     }
+    if seal.on:
+        body = seal.seal_text(json.dumps(body, ensure_ascii=False, allow_nan=False), fact.user + fact.id)
     record = {
         "id": fact.id,
-        "text_hash": fact.text_hash,
+        "text_hash": seal.hash(fact.text_hash),
         "turn_id": fact.turn_id,
         "version": fact.version,
         "created_at": fact.created_at,
@@ -112,10 +115,15 @@ def dump_fact(fact: Fact) -> bytes:
     return json.dumps(record, ensure_ascii=False, allow_nan=False).encode()
 
 
-def load_fact(user: UserId, record: bytes, seq: int, embedding: bytes | None = None) -> Fact:
-    """The fact that `dump_fact` made the record of."""
+def load_fact(user: UserId, record: bytes, seq: int, seal: Seal, embedding: bytes | None = None) -> Fact:
+    """The fact that `dump_fact` made the record of. Raises `Unreadable`."""
     fields = json.loads(record)
     body = fields.pop("body")
+    if seal.on or isinstance(body, str):
+        if not (seal.on and isinstance(body, str)):
+            raise unreadable()
+        body = json.loads(seal.open_text(body, user + fields["id"]))
+        fields["text_hash"] = text_hash(body["text"])
     return Fact(user=user, seq=seq, embedding=embedding, **fields, **body)
 
 

@@ -29,6 +29,7 @@ from sharding.redis_errors import redis_errors
 from sharding.registry import Registry
 from sharding.scopes import new_id
 from sharding.scripts import script
+from sharding.sealing import Seal
 from sharding.turns import TurnStore
 
 __all__ = ["AddEvent", "Fact", "FactStore", "Told", "text_hash"]
@@ -43,10 +44,12 @@ VERSIONS_KEPT = 100  # of one fact, beside the one that stands
 class FactStore:
     """Reads and fenced writes of facts. Every method raises `Unavailable` where Redis is away."""
 
-    def __init__(self, redis: RedisClient, keys: KeySpace) -> None:
+    def __init__(self, redis: RedisClient, keys: KeySpace, seal: Seal | None = None) -> None:
+        """`seal`: how what people said is encrypted; None keeps it as it is."""
         self.registry = Registry(redis, keys)
         self.log = AppendLog(redis)
-        self.turns = TurnStore(redis, keys)
+        self._seal = seal or Seal(None)
+        self.turns = TurnStore(redis, keys, self._seal)
         self._redis = redis
         self._keys = keys
         self._append = script(redis, "fence", "append")
@@ -90,10 +93,13 @@ class FactStore:
                 metadata=told.metadata,
                 expires_on=told.expires_on,
             )
-            arguments += [digest, id, dump_fact(fact)]
+            arguments += [self._seal.hash(digest), id, dump_fact(fact, self._seal)]
         keys = [self._keys.facts(user), self._keys.order(user), self._keys.hashes(user), self._keys.seq(user)]
         outcomes = await self._fenced("store facts", self._append, placement, keys, arguments)
-        return [(load_fact(user, record, int(seq)), "ADD" if added else "NONE") for added, seq, record in outcomes]
+        return [
+            (load_fact(user, record, int(seq), self._seal), "ADD" if added else "NONE")
+            for added, seq, record in outcomes
+        ]
 
     async def load(self, user: UserId) -> list[Fact]:
         """All facts of a user in seq order, with embeddings where there are any. One round trip."""
@@ -103,12 +109,14 @@ class FactStore:
                 pipe.zrange(self._keys.order(user), 0, -1, withscores=True)
                 pipe.hgetall(self._keys.embeddings(user))
                 records, order, embeddings = await pipe.execute()
-        return [load_fact(user, records[id], int(seq), embeddings.get(id)) for id, seq in order]
+        facts = [load_fact(user, records[id], int(seq), self._seal) for id, seq in order]
+        return [replace(fact, embedding=self._opened(fact, embeddings.get(fact.id.encode()))) for fact in facts]
 
     async def put_embeddings(self, placement: Placement, embeddings: Mapping[FactId, bytes]) -> None:
         """Keep embeddings (as `UserMemory` reads them) by fact id; ids that no longer exist are passed over."""
         keys = [self._keys.facts(placement.user), self._keys.embeddings(placement.user)]
-        flat = [part for pair in embeddings.items() for part in pair]
+        user = placement.user
+        flat = [part for id, vector in embeddings.items() for part in (id, self._seal.seal(vector, _vector(user, id)))]
         for start in range(0, len(flat), 2 * EMBEDDINGS_A_SCRIPT):
             some = flat[start : start + 2 * EMBEDDINGS_A_SCRIPT]
             await self._fenced("store embeddings", self._embed, placement, keys, some)
@@ -129,9 +137,9 @@ class FactStore:
         arguments: list[str | bytes] = [
             fact.id,
             str(fact.version),
-            dump_fact(new),
-            digest,
-            embedding or b"",
+            dump_fact(new, self._seal),
+            self._seal.hash(digest),
+            self._seal.seal(embedding, _vector(user, fact.id)) if embedding else b"",
             str(VERSIONS_KEPT),
         ]
         outcome = int(await self._fenced("change a fact", self._update, placement, keys, arguments))
@@ -149,19 +157,21 @@ class FactStore:
             return []
         with redis_errors("read a fact's history"):
             records: list[Any] = await self._redis.hmget(self._keys.history(fact.user), names)
-        return [load_fact(fact.user, record, fact.seq) for record in records if record is not None]
+        return [load_fact(fact.user, record, fact.seq, self._seal) for record in records if record is not None]
 
     async def put_feedback(self, placement: Placement, fact_id: FactId, said: Mapping[str, Any] | None) -> None:
         """Keep what a reader said of a fact, in the place of what was said before; None takes it back."""
         keys = [self._keys.facts(placement.user), self._keys.feedback(placement.user)]
-        dumped = "" if said is None else json.dumps(said, ensure_ascii=False)
+        about = placement.user + fact_id + ":feedback"
+        dumped = "" if said is None else self._seal.seal_text(json.dumps(said, ensure_ascii=False), about)
         await self._fenced("keep feedback", self._feedback, placement, keys, [fact_id, dumped])
 
     async def feedback(self, user: UserId) -> dict[FactId, dict[str, Any]]:
         """What was said of each of the user's facts."""
         with redis_errors("read feedback"):
             kept: dict[Any, Any] = await self._redis.hgetall(self._keys.feedback(user))
-        return {FactId(id.decode()): json.loads(said) for id, said in kept.items()}
+        said = {FactId(id.decode()): text.decode() for id, text in kept.items()}
+        return {id: json.loads(self._seal.open_text(text, f"{user}{id}:feedback")) for id, text in said.items()}
 
     async def delete(self, placement: Placement, fact_ids: Iterable[FactId]) -> int:
         """Remove facts with their embeddings, dedupe entries, history and feedback, and the turns they were taken from.
@@ -187,6 +197,9 @@ class FactStore:
         names = [*of_facts, keys.turns, keys.feedback, keys.pending, keys.mentions]
         return [name(user) for name in names]
 
+    def _opened(self, fact: Fact, vector: bytes | None) -> bytes | None:
+        return None if vector is None else self._seal.open(vector, _vector(fact.user, fact.id))
+
     async def _fenced(
         self,
         intent: str,
@@ -202,3 +215,8 @@ class FactStore:
         if result is None:
             raise not_owner(placement)
         return result
+
+
+def _vector(user: UserId, fact_id: FactId) -> str:
+    """What the embedding of a fact is about."""
+    return f"{user}{fact_id}:embedding"

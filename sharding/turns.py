@@ -20,6 +20,7 @@ from sharding.ids import FactId, Placement, UserId
 from sharding.keys import KeySpace
 from sharding.redis_errors import redis_errors
 from sharding.scripts import script
+from sharding.sealing import Seal
 
 EVENT_TTL_S = 86_400
 
@@ -52,9 +53,10 @@ class Event:
 class TurnStore:
     """Reads and fenced writes of turns. Every method raises `Unavailable` where Redis is away."""
 
-    def __init__(self, redis: RedisClient, keys: KeySpace) -> None:
+    def __init__(self, redis: RedisClient, keys: KeySpace, seal: Seal) -> None:
         self._redis = redis
         self._keys = keys
+        self._seal = seal
         self._begin = script(redis, "fence", "turn")
         self._settle = script(redis, "fence", "settle")
 
@@ -62,7 +64,8 @@ class TurnStore:
         """Keep a turn and its event. Raises `WrongShard`."""
         user = placement.user
         keys = [self._keys.turns(user), self._keys.pending(user), self._keys.event(user, turn_id)]
-        arguments = [turn_id, _dumped(turn), _dumped(event), str(EVENT_TTL_S)]
+        sealed = self._seal.seal_text(_dumped(turn), _about(user, turn_id))
+        arguments = [turn_id, sealed, _dumped(event), str(EVENT_TTL_S)]
         await self._fenced("keep a turn", self._begin, placement, keys, arguments)
 
     async def settle(self, placement: Placement, turn_id: str, event: Event) -> None:
@@ -76,13 +79,13 @@ class TurnStore:
         """The turn, or None where it was deleted."""
         with redis_errors("read a turn"):
             kept: Any = await self._redis.hget(self._keys.turns(user), turn_id)
-        return None if kept is None else _turn(kept)
+        return None if kept is None else self._opened(user, turn_id, kept)
 
     async def turns(self, user: UserId) -> dict[str, Turn]:
         """All turns of a user by id."""
         with redis_errors("read a user's turns"):
             kept: dict[Any, Any] = await self._redis.hgetall(self._keys.turns(user))
-        return {id.decode(): _turn(turn) for id, turn in kept.items()}
+        return {id.decode(): self._opened(user, id.decode(), turn) for id, turn in kept.items()}
 
     async def pending(self, user: UserId) -> list[str]:
         """Ids of turns that are not distilled yet."""
@@ -99,6 +102,10 @@ class TurnStore:
         fields = json.loads(kept)
         return Event(**{**fields, "results": tuple((FactId(id), what) for id, what in fields["results"])})
 
+    def _opened(self, user: UserId, turn_id: str, kept: bytes) -> Turn:
+        fields = json.loads(self._seal.open_text(kept.decode(), _about(user, turn_id)))
+        return Turn(**{**fields, "messages": tuple((role, text) for role, text in fields["messages"])})
+
     async def _fenced(
         self, intent: str, body: AsyncScript, placement: Placement, keys: list[str], arguments: list[str]
     ) -> None:
@@ -114,6 +121,5 @@ def _dumped(value: Turn | Event) -> str:
     return json.dumps(asdict(value), ensure_ascii=False)
 
 
-def _turn(kept: bytes) -> Turn:
-    fields = json.loads(kept)
-    return Turn(**{**fields, "messages": tuple((role, text) for role, text in fields["messages"])})
+def _about(user: UserId, turn_id: str) -> str:
+    return f"{user}{turn_id}:turn"

@@ -83,3 +83,23 @@ def test_on_this_machine_alone_keys_are_off_unless_they_are_asked_for(host: str)
 def test_elsewhere_keys_cannot_be_switched_off(host: str) -> None:
     with pytest.raises(StartupError, match="MEMSHARD_REQUIRE_KEYS may be false on a loopback address only"):
         Settings.from_environment(host=host, require_keys=False)
+
+
+def test_the_encryption_key_comes_from_the_environment_or_a_file(
+    state_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert Settings.from_environment().encryption_secret() is None
+    secret = run("secret").strip()
+    monkeypatch.setenv("MEMSHARD_ENCRYPTION_KEY", secret)
+    settings = Settings.from_environment()
+    assert settings.encryption_secret() == secret
+    assert secret not in repr(settings)
+    (state_dir / "key").write_text(f"{run('secret')}\n")
+    monkeypatch.setenv("MEMSHARD_ENCRYPTION_KEY_FILE", str(state_dir / "key"))
+    assert Settings.from_environment().encryption_secret() == (state_dir / "key").read_text().strip()
+    (state_dir / "key").write_text("not a key")
+    with pytest.raises(StartupError, match="not base64"):
+        Settings.from_environment().encryption_secret()
+    (state_dir / "key").unlink()
+    with pytest.raises(StartupError, match="MEMSHARD_ENCRYPTION_KEY_FILE cannot be read"):
+        Settings.from_environment().encryption_secret()
