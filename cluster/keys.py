@@ -7,6 +7,7 @@ started for as long as this takes.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Annotated, TypeVar
@@ -19,11 +20,13 @@ from cluster.embedded_redis import ADDRESS, EmbeddedRedis
 from cluster.settings import Settings
 from sharding.api_keys import KeyStore, Role
 from sharding.client import connect
-from sharding.errors import NotFound, StartupError
+from sharding.errors import InvalidRequest, NotFound, StartupError
 from sharding.keys import KeySpace
 from sharding.sealing import new_secret
 
 T = TypeVar("T")
+
+TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 app = typer.Typer(help="API keys: who may call, for which tenant.", no_args_is_help=True)
 
@@ -37,6 +40,8 @@ def create(
     label: Annotated[str, typer.Option(help="What the key is for, for the list.")] = "",
 ) -> None:
     """Make a key and print it, once: only its hash is kept."""
+    if not TENANT.fullmatch(tenant):
+        raise InvalidRequest("A tenant's name has 1 to 64 of the characters a-z, A-Z, 0-9, '.', '_' and '-'")
     key, known = _with_store(lambda store: store.create(tenant, role, label))
     Console(stderr=True).print(f"Key {known.id} of the role {known.role} for the tenant {known.tenant}:", markup=False)
     Console().print(key, soft_wrap=True, markup=False, highlight=False)

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from connector.plan import plan_plain
 from connector.port import ENCODE_PRIORITY, Engine
 from connector.template import PromptTemplate
-from sharding.errors import EngineFailed
+from sharding.errors import EngineFailed, ShardGone
 from sharding.ids import UserId
 
 MAX_FACTS = 5
@@ -66,7 +66,7 @@ class Distils(Protocol):
     """What turns a conversation into facts."""
 
     async def extract(self, user: UserId, messages: Sequence[tuple[str, str]], instructions: str | None) -> list[str]:
-        """At most `MAX_FACTS` facts. Raises `EngineFailed`, `ContextTooLong`."""
+        """At most `MAX_FACTS` facts. Raises `EngineFailed`, `ContextTooLong`; `ShardGone` where the engine died."""
 
     async def decide(self, user: UserId, fact: str, known: Sequence[str]) -> Decision:
         """What to do with `fact`, given the known ones nearest to it, nearest first. Raises as `extract` does."""
@@ -123,8 +123,13 @@ class ModelDistiller(Distils):
         sampling = self._engine.sampling(max_tokens, schema=schema, temperature=0.0)
         texts: list[str] = []
         id = f"distil-{uuid.uuid4().hex}"
-        async with aclosing(self._engine.generate(id, plan, sampling, priority=ENCODE_PRIORITY)) as deltas:
-            texts += [delta.text async for delta in deltas]
+        try:
+            async with aclosing(self._engine.generate(id, plan, sampling, priority=ENCODE_PRIORITY)) as deltas:
+                texts += [delta.text async for delta in deltas]
+        except EngineFailed as error:
+            if self._engine.dead:  # then so is this shard, and another one can do it
+                raise ShardGone(error.message, certain=True) from error
+            raise
         try:
             answer: dict[str, Any] = json.loads("".join(texts))
         except ValueError as error:  # cut off by its token limit

@@ -220,8 +220,9 @@ class Memories:
         return sorted(owners)
 
     async def _owners_of(self, caller: Caller, entity: Entity) -> list[UserId]:
+        owner = caller.owner(entity)
         if entity.kind == "user":  # a user owns whatever it was named with
-            return [caller.owner(entity)]
+            return [owner]
         return await self._names.owners_of(caller.tenant, entity)
 
     async def _candidates(self, caller: Caller, id: str, owner: UserId | None) -> Sequence[UserId]:

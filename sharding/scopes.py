@@ -20,6 +20,7 @@ import uuid
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from sharding.errors import InvalidRequest
 from sharding.ids import FactId, UserId
 
 SEPARATOR = "\x1f"
@@ -46,10 +47,23 @@ def entities(scopes: Mapping[str, str]) -> list[Entity]:
 
 
 def owner_id(tenant: str, entity: Entity) -> UserId:
-    """The owner that memories told under this entity, and under none before it, belong to."""
+    """The owner that memories told under this entity, and under none before it, belong to.
+
+    Raises `InvalidRequest` for a name that could be read as another tenant's, or that UTF-8 cannot hold.
+    """
+    if SEPARATOR in entity.name or not _is_utf8(entity.name):
+        raise InvalidRequest("A name must not hold U+001F, and must be valid Unicode.", field=KINDS[entity.kind])
     if tenant == NO_TENANT and entity.kind == "user":
         return UserId(entity.name)
     return UserId(SEPARATOR.join((tenant, *entity)))
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def tenant_of(owner: UserId) -> str:

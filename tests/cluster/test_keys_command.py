@@ -13,7 +13,7 @@ from cluster.embedded_redis import EmbeddedRedis
 from cluster.settings import Settings
 from sharding.api_keys import ApiKey, KeyStore
 from sharding.client import connect
-from sharding.errors import NotFound, StartupError
+from sharding.errors import InvalidRequest, NotFound, StartupError
 from sharding.keys import KeySpace
 
 
@@ -52,6 +52,12 @@ def test_keys_are_made_listed_and_revoked_while_nothing_runs(state_dir: Path) ->
     assert known.id not in run("list")
     with pytest.raises(NotFound, match="no key with the id"):
         run("revoke", known.id)
+
+
+@pytest.mark.parametrize("tenant", ["", "a b", "a\x1fuser\x1fb", "x" * 65])
+def test_a_tenants_name_is_a_plain_word(state_dir: Path, tenant: str) -> None:
+    with pytest.raises(InvalidRequest, match="1 to 64"):
+        run("create", tenant)
 
 
 def test_a_running_servers_redis_is_asked(state_dir: Path) -> None:

@@ -127,6 +127,20 @@ def test_two_tenants_have_nothing_in_common(guarded: Town) -> None:
         assert red.get(f"/v1/memories/{id}/").json()["version"] == 1
 
 
+def test_no_name_reaches_into_another_tenant(guarded: Town) -> None:
+    with client(guarded, key(guarded, "deep")) as http:
+        tell(http, "ada", "ada dives").raise_for_status()
+    there = "deep\x1fuser\x1fada"
+    with client(guarded, key(guarded, "", "admin")) as http:
+        for filters in ({"user_id": there}, {"agent_id": there}, {"OR": [{"user_id": there}]}):
+            assert http.post("/v3/memories/", json={"filters": filters}).status_code == 400
+            assert http.delete("/v1/memories", params={"filters": repr(filters)}).status_code == 400
+        assert http.get("/v1/memories", params={"user_id": there}).status_code == 400
+        assert http.delete("/v2/entities/user/deep%1Fuser%1Fada/").status_code == 400
+        assert http.delete("/v1/memories", params={"filters": r"{'agent_id': '\ud800'}"}).status_code == 400
+        assert chat(http, there).status_code == 400
+
+
 def test_the_same_user_of_two_tenants_is_two_users(guarded: Town) -> None:
     for tenant in ("one", "two"):
         with client(guarded, key(guarded, tenant)) as http:

@@ -6,10 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from redis.asyncio import Redis
 
+from sharding.errors import InvalidRequest
 from sharding.ids import UserId
 from sharding.keys import KeySpace
 from sharding.registry import Registry
 from sharding.scopes import (
+    KINDS,
     NO_TENANT,
     SEPARATOR,
     Entity,
@@ -24,7 +26,7 @@ from sharding.scopes import (
 
 NOW = datetime(2026, 1, 2, tzinfo=UTC)
 ADA, COOK = Entity("user", "ada"), Entity("agent", "cook")
-names = st.text(min_size=1).filter(lambda name: SEPARATOR not in name)
+names = st.text(st.characters(codec="utf-8", exclude_characters=SEPARATOR), min_size=1)
 kinds = st.sampled_from(["user", "agent", "app", "run"])
 
 
@@ -43,6 +45,14 @@ def test_an_owner_says_whose_it_is(tenant: str, kind: str, name: str) -> None:
 @given(st.tuples(names, kinds, names), st.tuples(names, kinds, names))
 def test_two_entities_are_never_one_owner(one: tuple[str, str, str], other: tuple[str, str, str]) -> None:
     assert (owner_id(one[0], Entity(*one[1:])) == owner_id(other[0], Entity(*other[1:]))) == (one == other)
+
+
+@pytest.mark.parametrize("name", [f"blue{SEPARATOR}user{SEPARATOR}ada", SEPARATOR, "\ud800"])
+def test_a_name_that_could_be_another_tenants_owner_is_refused(name: str) -> None:
+    for tenant in (NO_TENANT, "red"):
+        for kind in KINDS:
+            with pytest.raises(InvalidRequest):
+                owner_id(tenant, Entity(kind, name))
 
 
 def test_the_user_owns_before_the_agent_the_app_and_the_run() -> None:
