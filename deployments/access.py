@@ -28,6 +28,7 @@ OPEN = {"/healthz", "/readyz", "/metrics", "/openapi.json"}
 """Asked by who has no key, and telling nothing of anybody."""
 
 ADMINS = {"/", "/status"}
+ADMIN_PATHS = "/v1/admin/"
 READING_POSTS = {"/v1/chat/completions", "/v3/memories", "/v3/memories/search", "/search"}
 
 RANKS: dict[Role, int] = {"read": 0, "write": 1, "admin": 2}
@@ -98,7 +99,7 @@ class Access:
 def needed_role(method: str, path: str) -> Role:
     """The least role that may send this request."""
     path = path if path == "/" else path.rstrip("/")
-    if path in ADMINS:
+    if path in ADMINS or path.startswith(ADMIN_PATHS):
         return "admin"
     reads = method in ("GET", "HEAD", "OPTIONS") or (method == "POST" and path in READING_POSTS)
     return "read" if reads else "write"
