@@ -12,6 +12,7 @@ moves an hour than `max_moves_per_hour`. Carrying a move out is a `Mover`'s.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, overload
@@ -176,7 +177,8 @@ class _Means:
     def of(cls, shards: Iterable[ShardLoad]) -> _Means:
         some = list(shards)
         count = max(1, len(some))
-        return cls(sum(s.fullness for s in some) / count, sum(s.load for s in some) / count)
+        # fsum, because the plan must not depend on the order of the reports.
+        return cls(math.fsum(s.fullness for s in some) / count, math.fsum(s.load for s in some) / count)
 
     def pressure(self, shard: ShardLoad) -> float:
         """The worse of fullness and load, over its mean."""
@@ -191,16 +193,17 @@ class _Means:
 
     def gains(self, source: ShardLoad, to: ShardLoad, sizes: Floats, loads: Floats) -> Floats:
         """By how much moving each of the users lowers the sum of powers."""
-        before = sum(
-            _over(value, mean) ** POWER
-            for shard in (source, to)
-            for value, mean in ((shard.fullness, self.fullness), (shard.load, self.load))
+        before = (
+            _power(_over(source.fullness, self.fullness))
+            + _power(_over(source.load, self.load))
+            + _power(_over(to.fullness, self.fullness))
+            + _power(_over(to.load, self.load))
         )
         after = (
-            _over(np.maximum(source.bytes - sizes, 0) / source.budget_bytes, self.fullness) ** POWER
-            + _over(np.maximum(source.load - loads, 0), self.load) ** POWER
-            + _over((to.bytes + sizes) / to.budget_bytes, self.fullness) ** POWER
-            + _over(to.load + loads, self.load) ** POWER
+            _power(_over(np.maximum(source.bytes - sizes, 0) / source.budget_bytes, self.fullness))
+            + _power(_over(np.maximum(source.load - loads, 0), self.load))
+            + _power(_over((to.bytes + sizes) / to.budget_bytes, self.fullness))
+            + _power(_over(to.load + loads, self.load))
         )
         return np.asarray(before - after)
 
@@ -211,6 +214,17 @@ def _over(value: float, mean: float) -> float: ...
 def _over(value: Floats, mean: float) -> Floats: ...
 def _over(value: float | Floats, mean: float) -> float | Floats:
     return value / mean if mean > 0 else value * 0.0
+
+
+@overload
+def _power(value: float) -> float: ...
+@overload
+def _power(value: Floats) -> Floats: ...
+def _power(value: float | Floats) -> float | Floats:
+    """To the `POWER`th, by products: they round alike wherever a number stands in its array; numpy's power does not."""
+    square = value * value
+    fourth = square * square
+    return fourth * fourth
 
 
 def _with(shard: ShardLoad, more_bytes: int, more_load: float) -> ShardLoad:
