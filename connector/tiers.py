@@ -36,7 +36,8 @@ from sharding.errors import MemshardError, Unavailable
 READ_BYTES = 16 << 20
 """What one move brings to the device at most, but at least one chunk: others get their turn in between."""
 
-ROOM_TRIES = 4
+ROOM_TRIES = 16
+"""How many copies that hold what could give room are waited for, one after the other."""
 
 log = logging.getLogger(__name__)
 
