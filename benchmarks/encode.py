@@ -107,19 +107,16 @@ async def measure(model: Path | None, console: Console, cost_rounds: int, chat_r
                 costs += await _costs(home, window, round_)
         chats: list[Chat] = []
         encoded: list[Encoded] = []
-        asker = await home.owner_of("asker")
-        known = person_facts(0)
-        await _tell(home, asker, known)
-        asked = iter(rng.sample(known, len(known)) * chat_rounds)
-        await _ask(home, asker, next(asked), "alone", 0)  # pays for what is loaded with the first
+        asked = iter(await _questions(home, rng, 1 + chat_rounds * len(ARMS) * CHATS_A_ROUND))
+        await _ask(home, *next(asked), "alone", 0)  # pays for what is loaded with the first
         for round_ in track(range(chat_rounds), "Chatting", console=console, transient=True):
             for arm in rng.sample(ARMS, len(ARMS)):
                 if arm == "alone":
-                    chats += [await _ask(home, asker, next(asked), arm, round_, rng) for _ in range(CHATS_A_ROUND)]
+                    chats += [await _ask(home, *next(asked), arm, round_, rng) for _ in range(CHATS_A_ROUND)]
                     continue
                 began, before = time.perf_counter(), len(home.shard.ledger)
                 async with _encoding(home, round_):
-                    chats += [await _ask(home, asker, next(asked), arm, round_, rng) for _ in range(CHATS_A_ROUND)]
+                    chats += [await _ask(home, *next(asked), arm, round_, rng) for _ in range(CHATS_A_ROUND)]
                     chunks = len(home.shard.ledger) - before
                 encoded.append(Encoded(round_, chunks, time.perf_counter() - began))
         return Measured(home.model, costs, chats, encoded)
@@ -166,6 +163,17 @@ async def _encode(home: OpenShard, chunks: FactChunks, owner: str, facts: Sequen
         await shard.encoder.settled(owner)
     if not all(map(shard.ledger.peek_resident, chunks.ids())):
         raise MemshardError("Some facts were not encoded; the chunk budget is too small for this benchmark")
+
+
+async def _questions(home: OpenShard, rng: random.Random, count: int) -> list[tuple[Placement, Fact]]:
+    """Who asks about what; nobody anything twice, or vLLM's prefix cache would answer. Tells as many people their facts
+    as it takes."""
+    questions: list[tuple[Placement, Fact]] = []
+    while len(questions) < count:
+        known, asker = person_facts(len(questions)), await home.owner_of(f"asker-{len(questions)}")
+        await _tell(home, asker, known)
+        questions += [(asker, fact) for fact in known]
+    return rng.sample(questions, count)
 
 
 async def _tell(home: OpenShard, user: Placement, facts: Sequence[Fact]) -> None:
