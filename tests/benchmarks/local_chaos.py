@@ -27,13 +27,15 @@ from deployments.memory_calls import MemoryCall
 from deployments.messages import ChatCall, ChatEvent, ShardStatus
 from deployments.settings import GatewaySettings, ShardSettings
 from deployments.shard_client import Shards
-from sharding.client import connect
+from sharding.api_keys import KeyStore
+from sharding.client import RedisClient, connect
 from sharding.directory import Directory
 from sharding.errors import ShardGone, Unavailable
 from sharding.facts import FactStore
 from sharding.ids import ShardId
 from sharding.keys import KeySpace
 from sharding.lease import Lease
+from sharding.limits import Minutes
 from sharding.placement import PlacementPolicy, ShardReport
 from sharding.registry import Registry
 from tests.benchmarks.local_cluster import _settings
@@ -178,10 +180,7 @@ class LocalChaos:
             model=deterministic.NAME, expected_shards=SHARDS, deadline_s=20, reports_ttl_s=0.1, patience_s=4.0
         )
         self._clients = [connect(self.redis.url, timeout_s=1.0, retries=1) for _ in range(2)]
-        gateways = [
-            Gateway(self.shards, GatewayStores(Directory(one, KEYS), Registry(one, KEYS)), PlacementPolicy(), settings)
-            for one in self._clients
-        ]
+        gateways = [Gateway(self.shards, stores_of(one), PlacementPolicy(), settings) for one in self._clients]
         self.http = httpx.AsyncClient(transport=Either(gateways, self._random), base_url="http://gateway", timeout=30)
 
     async def stop(self) -> None:
@@ -235,6 +234,11 @@ class LocalChaos:
                 return
             except Unavailable:
                 await asyncio.sleep(0.2)
+
+
+def stores_of(redis: RedisClient) -> GatewayStores:
+    """What a gateway asks through this client."""
+    return GatewayStores(Directory(redis, KEYS), Registry(redis, KEYS), KeyStore(redis, KEYS), Minutes(redis, KEYS))
 
 
 @asynccontextmanager
