@@ -167,10 +167,52 @@ def search(quick: Quick = False, json: Json = None) -> None:
         Report.of("search", [one.row() for one in found]).write_json(json)
 
 
+@app.command()
+def quality(
+    quick: Quick = False,
+    json: Json = None,
+    model: Model = None,
+    locomo: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="LoCoMo's file: its questions, not invented ones.")
+    ] = None,
+    questions: Annotated[int | None, typer.Option(min=1, help="The most, of each size of memory.")] = None,
+    k: Annotated[list[int] | None, typer.Option(min=1, help="Facts in the prompt; may be repeated.")] = None,
+    window: Annotated[list[int] | None, typer.Option(min=0, help="Facts in front while encoded; repeatable.")] = None,
+    prefill_nearest: Annotated[
+        list[int] | None, typer.Option(min=0, help="Nearest ones left text; repeatable.")
+    ] = None,
+    text_facts: Annotated[int, typer.Option(min=0, help="So many facts at most are all left text.")] = 5,
+) -> None:
+    """Right answers from injected memory and from the same facts as text, with intervals, and time to first token."""
+    check_targets(json, None)
+    from benchmarks import quality, quality_questions, quality_report
+    from benchmarks.results import Report
+    from cluster.settings import Settings
+    from deployments.trial import Setting
+
+    console = Console()
+    people = quality_questions.invented_people() if locomo is None else quality_questions.locomo_people(locomo)
+    most = questions or (quality.QUICK_QUESTIONS if quick else quality.QUESTIONS)
+    people = quality_questions.first_questions(people, most)
+    counts = tuple(k or (quality.QUICK_FACT_COUNTS if quick else quality.FACT_COUNTS))
+    windows, nearest = window or [Settings.from_environment().window_facts], prefill_nearest or [0]
+    arms = [Setting(facts, r, text_facts) for facts in windows for r in nearest]
+    try:
+        with processes.interruptible():
+            name, answers = asyncio.run(quality.run(model, people, counts, arms, console))
+    except KeyboardInterrupt:
+        raise typer.Exit(processes.INTERRUPTED) from None
+    finally:
+        console.show_cursor()
+    console.print(quality_report.table(name, answers), quality_report.kinds_table(answers), sep="\n")
+    if json is not None:
+        Report.of("quality", list(quality_report.rows(name, answers))).write_json(json)
+
+
 def check_targets(*paths: Path | None) -> None:
     """Minutes of measuring must not end in a path that was wrong from the start. Raises MemshardError."""
     for path in paths:
         if path is not None and not path.absolute().parent.is_dir():
             raise MemshardError(f"{path} cannot be written: there is no directory {path.absolute().parent}")
-    if paths[-1] is not None and importlib.util.find_spec("matplotlib") is None:
+    if len(paths) > 1 and paths[-1] is not None and importlib.util.find_spec("matplotlib") is None:
         raise MemshardError("--plot needs matplotlib, which is not installed")

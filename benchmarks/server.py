@@ -1,6 +1,7 @@
 """The server that a benchmark measures: one that already runs, or a `memshard serve` of its own.
 
-Its own one has a free port, one shard whose engine computes with one thread (the rest has the other cores), a Redis and
+Its own one has a free port, one shard whose engine computes with one thread (the rest has the other cores), memory
+injected as the operator decided (all of it, unless MEMSHARD_PREFILL_NEAREST says otherwise), a Redis and
 logs in a temporary directory, and the models that are prepared already. The variables MEMSHARD_* apply to it, those of
 where it listens and what it stores in excepted. Refused: to leave a process behind, Ctrl-C and SIGTERM included.
 """
@@ -27,7 +28,7 @@ from sharding.errors import StartupError
 
 COMMAND = Path(sys.executable).with_name("memshard")
 STOP_MARGIN_S = 30.0  # beside the server's own deadline for running requests
-DEFAULTS = {"SHARDS": "1", "THREADS_PER_SHARD": "1"}
+DEFAULTS = {"SHARDS": "1", "THREADS_PER_SHARD": "1", "PREFILL_NEAREST": "0"}
 OURS = ("REDIS_URL", "NAMESPACE", "STATE_DIR", "HOST", "PORT")
 
 

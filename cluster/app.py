@@ -104,6 +104,7 @@ def build(
         chunk_shared_bytes=settings.chunk_shared_bytes,
         chunk_load_deadline_s=settings.chunk_load_deadline_s,
         window_facts=settings.window_facts,
+        prefill_nearest=settings.prefill_nearest,
         max_fact_tokens=settings.max_fact_tokens,
         max_requests_in_flight=settings.max_requests_in_flight,
         heartbeat_interval_s=settings.heartbeat_interval_s,

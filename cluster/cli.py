@@ -120,6 +120,14 @@ def drain(
 
 
 @app.command()
+def canary(url: Url = None) -> None:
+    """Have a running server's shards prove again that the model answers as well from injected memory as from text."""
+    from cluster.status import show_canary
+
+    show_canary(_address(url), Console())
+
+
+@app.command()
 def demo(url: Url = None) -> None:
     """Tell a running server about two people, ask about them, and time the answers with and without injection."""
     from cluster.demo import play

@@ -109,6 +109,10 @@ class Settings(BaseSettings):
 
     window_facts: Annotated[int, Field(ge=0)] = 20
     """How many of the preceding facts stand before a fact while it is encoded."""
+    prefill_nearest: Annotated[int, Field(ge=0)] | None = None
+    """How many of the facts nearest to the question are prefilled as text behind the injected rest. None lets a canary
+    find the cheapest number with which this model answers as well as from text alone, and whether few facts are better
+    prefilled altogether; until it is found, and where there is none, memory is served as text."""
     top_k: Count = 10
     """Facts retrieved for a chat that does not ask for a number."""
     max_fact_tokens: Count = 256

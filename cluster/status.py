@@ -1,4 +1,4 @@
-"""`memshard status`: what each shard says of itself, as a table."""
+"""`memshard status` and `memshard canary`: what each shard says of itself, as a table."""
 
 from __future__ import annotations
 
@@ -28,12 +28,32 @@ def show(url: str, console: Console) -> None:
     console.print(table(answer.json()))
 
 
+def show_canary(url: str, console: Console) -> None:
+    """Ask the canaries of the server at `url` again and print what they found. Raises what `client.gateway` raises."""
+    with gateway(url) as client, console.status("Asking questions about invented facts"):
+        answer = client.post("/canary")
+        answer.raise_for_status()
+    console.print(canary_table(answer.json()))
+
+
+def canary_table(status: dict[str, Any]) -> Table:
+    """One row a shard, out of the answer to POST /canary."""
+    drawn = Table(title=f"{status['model']}: memory injected or text")
+    for heading in ("shard", "memory", "because"):
+        drawn.add_column(heading, overflow="fold")
+    for shard in sorted(status["shards"], key=lambda shard: str(shard["shard"])):
+        reason = shard["canary"]["reason"] if shard["reachable"] else shard["reason"]
+        drawn.add_row(str(shard["shard"]), _memory(shard.get("canary") or {}), reason)
+    return drawn
+
+
 def table(status: dict[str, Any]) -> Table:
     """One row a shard, out of the answer to GET /status; where there are several, a last row with the sums."""
     shards: list[dict[str, Any]] = status["shards"]
     drawn = Table(title=f"{status['model']}: {len(shards)} of {status['expected']} shards", show_footer=len(shards) > 1)
     drawn.add_column("shard", footer="all", overflow="fold")
     drawn.add_column("state")
+    drawn.add_column("memory")
     for heading, field in COLUMNS.items():
         drawn.add_column(heading, justify="right", footer=str(sum(shard.get(field, 0) for shard in shards)))
     tiers = list(dict.fromkeys(name for shard in shards for name in _tiers(shard)))
@@ -46,6 +66,7 @@ def table(status: dict[str, Any]) -> Table:
         drawn.add_row(
             str(shard["shard"]),
             _state(shard),
+            _memory(shard.get("canary") or {}),
             *(str(shard.get(field, "?")) for field in COLUMNS.values()),
             *(_bytes(*_tiers(shard).get(tier, (0, 0))) for tier in tiers),
         )
@@ -56,6 +77,12 @@ def _state(shard: dict[str, Any]) -> str:
     if not shard.get("reachable", True):
         return "silent"
     return "ready" if shard.get("ready") else "starting"
+
+
+def _memory(canary: dict[str, Any]) -> str:
+    """How the shard serves memory, and by whose decision."""
+    nearest, why = canary.get("prefill_nearest"), canary.get("state", "?")
+    return f"text ({why})" if nearest is None else f"injected, r = {nearest} ({why})"
 
 
 def _tiers(shard: dict[str, Any]) -> dict[str, tuple[int, int]]:

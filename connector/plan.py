@@ -5,7 +5,9 @@
 
 Facts stand in reverse order of proximity, the nearest beside the question. Token ids are joined, never re-tokenised,
 so injected and prefilled memory are the same prompt. Only a prefix can come out of chunks: from the first piece that
-has none (durable, but not encoded yet) on, everything is prefilled as text, in its place.
+has none (durable, but not encoded yet) on, everything is prefilled as text, in its place. The facts nearest to the
+question may be prefilled on purpose (`prefill_nearest`): they then attend to everything in front of them, at a cost
+that does not grow with the memory.
 
 Pure functions; nothing is imported but names.
 """
@@ -33,7 +35,7 @@ class Piece:
 class PromptPlan:
     """`kept` counts the facts that fit (the nearest ones), `left_out` those that did not; `memory_tokens` are the kept
     facts' tokens. `load` names the chunks that the prompt starts with. Where a piece has none, `unready` says why, and
-    `unready_tokens` counts what is text from it on."""
+    `unready_tokens` counts what is text for that reason, from it on."""
 
     token_ids: tuple[int, ...]
     load: tuple[ChunkRef, ...]
@@ -64,11 +66,13 @@ def plan_memory(
     inject: bool,
     max_model_len: int,
     max_tokens: int,
+    prefill_nearest: int = 0,
 ) -> PromptPlan:
     """A prompt with the `facts` (nearest first) that fit beside `head`, `tail` and `max_tokens` of output.
 
-    With `inject` false nothing is loaded: the same tokens, all prefilled. Raises `ContextTooLong` where not even the
-    prompt without facts fits.
+    With `inject` false nothing is loaded: the same tokens, all prefilled. The `prefill_nearest` facts beside the tail
+    are never loaded; where they are all facts, the prompt is text behind the head, which is exact. Raises
+    `ContextTooLong` where not even the prompt without facts fits.
     """
     room = _check_room(len(head.token_ids) + len(tail), max_model_len, max_tokens)
     kept: list[Piece] = []
@@ -79,13 +83,14 @@ def plan_memory(
         kept.append(fact)
     front = [head, *reversed(kept)]
     load: list[ChunkRef] = []
-    for piece in front:
+    wanted = front[: max(1, len(front) - prefill_nearest)]
+    for piece in wanted:
         if not inject or piece.chunk is None:
             break
         load.append((piece.chunk, len(piece.token_ids)))
     tokens = [token for piece in front for token in piece.token_ids]
     memory_tokens = len(tokens) - len(head.token_ids)
-    unready = front[len(load)].unready if inject and len(load) < len(front) else None
+    unready = wanted[len(load)].unready if inject and len(load) < len(wanted) else None
     return PromptPlan(
         token_ids=(*tokens, *tail),
         load=tuple(load),
@@ -94,7 +99,7 @@ def plan_memory(
         left_out=len(facts) - len(kept),
         memory_tokens=memory_tokens,
         unready=unready,
-        unready_tokens=sum(len(piece.token_ids) for piece in front[len(load) :]) if unready else 0,
+        unready_tokens=sum(len(piece.token_ids) for piece in wanted[len(load) :]) if unready else 0,
     )
 
 

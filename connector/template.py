@@ -64,6 +64,10 @@ class PromptTemplate:
         with self._fact_lock:
             return list(self._fact_tokenizer.encode(line, add_special_tokens=False, split_special_tokens=True))
 
+    def answer(self, text: str) -> list[int]:
+        """The beginning of an answer, to stand behind a prompt's tail."""
+        return self._ids(text)
+
     def _render_split(self, messages: Sequence[Message], *, in_system: bool) -> tuple[str, str]:
         marker = f"<{secrets.token_hex(16)}>"  # nobody can have written it into a message
         role, fallback = ("system", self._own_system) if in_system else ("user", "")

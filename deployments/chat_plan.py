@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from connector.plan import PromptPlan, plan_memory, plan_plain
 from connector.port import Engine
 from connector.template import PromptTemplate
+from deployments.canary import Canary
 from deployments.heads import Heads
 from deployments.messages import ChatCall, MemoryUse
 from deployments.ports import Embeds
@@ -40,13 +41,20 @@ class ChatPlanner:
     """Plans chats of one shard."""
 
     def __init__(
-        self, engine: Engine, template: PromptTemplate, embedder: Embeds, heads: Heads, residents: Residents
+        self,
+        engine: Engine,
+        template: PromptTemplate,
+        embedder: Embeds,
+        heads: Heads,
+        residents: Residents,
+        canary: Canary,
     ) -> None:
         self._engine = engine
         self._template = template
         self._embedder = embedder
         self._heads = heads
         self._residents = residents
+        self._canary = canary
 
     async def plain(self, call: ChatCall, use: MemoryUse) -> ChatPlan:
         """A prompt without memory. Raises `InvalidRequest`, `ContextTooLong`."""
@@ -80,19 +88,30 @@ class ChatPlanner:
         if call.mode == "inject" and await self._residents.fetch(memory, facts):
             facts = memory.search(vector, call.top_k)
         # Nothing is awaited from the last search to the plan: a fact could be deleted meanwhile.
+        prefill_nearest = self._prefill_nearest(call, len(facts))
         plan = plan_memory(
             self._residents.servable(head_piece),
             [self._residents.servable(chunks.piece(fact.id)) for fact in facts],
             tail,
             memory.placement.user,
-            inject=call.mode == "inject",
+            inject=prefill_nearest is not None,
+            prefill_nearest=prefill_nearest or 0,
             max_model_len=room,
             max_tokens=max_tokens,
         )
         use = replace(use, memory_tokens=plan.memory_tokens, left_out=plan.left_out)
         if not plan.kept:
             return await self.plain(call, use)
+        if call.mode == "inject" and prefill_nearest is None:
+            use = replace(use, fallback=self._canary.verdict.reason)
         return ChatPlan(plan, replace(use, fact_ids=tuple(fact.id for fact in facts[: plan.kept])), max_tokens)
+
+    def _prefill_nearest(self, call: ChatCall, facts: int) -> int | None:
+        """How many of the facts, the nearest ones, are prefilled; None: all, nothing is injected. The caller's wish
+        goes before the canary's verdict."""
+        if call.mode != "inject":
+            return None
+        return self._canary.verdict.prefilled(facts) if call.prefill_nearest is None else call.prefill_nearest
 
     def _max_tokens(self, call: ChatCall, prompt_tokens: int) -> int:
         if (asked := call.sampling.max_tokens) is not None:

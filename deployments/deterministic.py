@@ -255,6 +255,6 @@ async def open_shard(
         me, directory, store, lease, dim=embedder.dim, capacity=settings.resident_users, embedding_model=embedder.model
     )
     pace = EncodePace((MAX_MODEL_LEN, MAX_MODEL_LEN))
-    shard = put_together(settings, engine, embedder, PromptTemplate(ByteTokenizer()), table, store, pace)
+    shard = put_together(settings, engine, embedder, PromptTemplate(ByteTokenizer()), table, store, directory, pace)
     await shard.warm_up()
     return shard

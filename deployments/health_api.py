@@ -1,29 +1,34 @@
 """/healthz, /readyz and /status: is the process up, can it serve, and what do the shards say of themselves.
 
-`/healthz` touches nothing, so that a lost Redis never gets a gateway killed. `/readyz` asks Redis now. `/status` asks
-every live shard and falls back on its last heartbeat.
+`/healthz` touches nothing, so that a lost Redis never gets a gateway killed. `/readyz` asks Redis now, and says whether
+memory is injected. `/status` asks every live shard and falls back on its last heartbeat; `/canary` has every live shard
+prove its model again.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import asdict
 from typing import Any
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 
+from deployments.messages import ShardStatus
 from deployments.owners import Owners
 from deployments.settings import GatewaySettings
 from deployments.shard_client import Shards
 from sharding.errors import MemshardError, Unavailable
+from sharding.ids import ShardId
 from sharding.placement import ShardReport
 
 JSONObject = dict[str, Any]
+Ask = Callable[[ShardId, float], Awaitable[ShardStatus]]
 
 
 def health_routes(shards: Shards, owners: Owners, settings: GatewaySettings) -> APIRouter:
-    """The routes; they answer within `status_deadline_s`, give or take one Redis time-out."""
+    """The routes; all but `/canary` answer within `status_deadline_s`, give or take one Redis time-out."""
     routes = APIRouter()
 
     @routes.get("/healthz")
@@ -32,28 +37,37 @@ def health_routes(shards: Shards, owners: Owners, settings: GatewaySettings) -> 
 
     @routes.get("/readyz")
     async def readyz() -> JSONResponse:
+        reports: list[ShardReport] = []
         try:
-            reason = await _not_ready(owners, settings)
+            reports = await _ready(owners, settings)
+            reason = None if reports else f"None of the {settings.expected_shards} shards is ready yet."
         except TimeoutError:
             reason = f"Redis did not answer within {settings.status_deadline_s:g} s."
         except Unavailable as error:
             reason = error.message
         if reason is None:
-            return JSONResponse({"status": "ready"})
+            return JSONResponse({"status": "ready", "memory": _memory(reports)})
         return JSONResponse({"status": "not ready", "reason": reason}, 503, {"Retry-After": "1"})
 
     @routes.get("/status")
     async def status() -> JSONObject:
+        return await _all_say(shards.status, settings.status_deadline_s)
+
+    @routes.post("/canary")
+    async def canary() -> JSONObject:
+        return await _all_say(shards.prove, settings.deadline_s)
+
+    async def _all_say(ask: Ask, deadline_s: float) -> JSONObject:
         reports = (await owners.live(newest=True)).values()
         return {
             "model": settings.model,
             "expected": settings.expected_shards,
-            "shards": await asyncio.gather(*(_shard_status(report) for report in reports)),
+            "shards": await asyncio.gather(*(_says(ask, report, deadline_s) for report in reports)),
         }
 
-    async def _shard_status(report: ShardReport) -> JSONObject:
+    async def _says(ask: Ask, report: ShardReport, deadline_s: float) -> JSONObject:
         try:
-            return {**asdict(await shards.status(report.shard, settings.status_deadline_s)), "reachable": True}
+            return {**asdict(await ask(report.shard, deadline_s)), "reachable": True}
         except MemshardError as error:
             heard = report.model_dump(exclude={"status"})
             return {**report.status, **heard, "reachable": False, "reason": error.message}
@@ -61,10 +75,14 @@ def health_routes(shards: Shards, owners: Owners, settings: GatewaySettings) -> 
     return routes
 
 
-async def _not_ready(owners: Owners, settings: GatewaySettings) -> str | None:
-    """Why no chat could be answered now, or None. Raises Unavailable or TimeoutError."""
+async def _ready(owners: Owners, settings: GatewaySettings) -> list[ShardReport]:
+    """The shards that could answer a chat now. Raises Unavailable or TimeoutError."""
     async with asyncio.timeout(settings.status_deadline_s):
         reports = await owners.live(newest=True)
-    if any(report.ready for report in reports.values()):
-        return None
-    return f"None of the {settings.expected_shards} shards is ready yet."
+    return [report for report in reports.values() if report.ready]
+
+
+def _memory(reports: Iterable[ShardReport]) -> str:
+    """How these shards serve memory where the caller does not say: "injected", or "text" where one of them does not."""
+    served = [(report.status.get("canary") or {}).get("prefill_nearest") for report in reports]
+    return "text" if None in served else "injected"

@@ -43,6 +43,9 @@ class ChatCall:
     mode: Mode = "inject"
     top_k: int = 10
     user: UserId | None = None
+    prefill_nearest: int | None = (
+        None  # injected facts that are prefilled as text all the same; None: the shard's choice
+    )
 
     @property
     def asker(self) -> UserId | None:
@@ -97,6 +100,20 @@ ChatEvent = ChatStarted | ChatDelta | ChatFinished
 
 
 @dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the canary (`canary.py`) found about injected memory, and how it is served therefore."""
+
+    state: Literal["pending", "fixed", "passed", "failed", "unjudged"]  # fixed: the operator decided
+    prefill_nearest: int | None  # facts to prefill as text; None: all of them, memory is not injected
+    reason: str
+    text_facts: int = 0  # a chat that takes at most so many facts prefills them all
+
+    def prefilled(self, facts: int) -> int | None:
+        """Of so many facts those nearest to the question that are prefilled; None: all, and nothing is injected."""
+        return facts if self.prefill_nearest is not None and facts <= self.text_facts else self.prefill_nearest
+
+
+@dataclass(frozen=True, slots=True)
 class ShardStatus:
     """What a shard reports of itself, in its heartbeat and to `memshard status`."""
 
@@ -111,3 +128,4 @@ class ShardStatus:
     encode_backlog: int  # facts waiting for their KV
     tiers: tuple[tuple[str, int, int], ...]  # (tier, bytes held, budget in bytes)
     counters: dict[str, Any]  # chats by mode, facts added, `MemoryCounts.plain`, … since the start
+    canary: Verdict

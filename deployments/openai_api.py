@@ -81,6 +81,7 @@ class MemoryOptions(BaseModel):
 
     top_k: Annotated[int, Field(ge=0)] | None = None
     mode: Mode | None = None
+    prefill_nearest: Annotated[int, Field(ge=0)] | None = None
 
 
 class ChatRequest(BaseModel):
@@ -160,6 +161,7 @@ class ChatRequest(BaseModel):
             mode="off" if user is None else memory.mode or "inject",
             top_k=top_k,
             user=user,
+            prefill_nearest=memory.prefill_nearest,
         )
 
 

@@ -139,6 +139,7 @@ class ShardReplica:
                 **shard.memory_counts.plain(),
                 **shard.tiers.counters,
             },
+            canary=shard.canary.verdict,
         )
 
     async def drain(self, deadline_s: float) -> DrainReport | MemshardError:
@@ -154,6 +155,14 @@ class ShardReplica:
     async def metrics(self) -> str:
         """What this shard counts and measures, vLLM's own metrics included, in Prometheus' text format."""
         return exposition.of_status(asdict(await self.status())) + exposition.own()
+
+    async def prove(self) -> ShardStatus | MemshardError:
+        """Asks the canary again, which takes some seconds; the status with what it found."""
+        try:
+            await self._shard.canary.prove()
+            return await self.status()
+        except MemshardError as error:
+            return self._told(error)
 
     async def check_health(self) -> None:
         """Called by Serve; raising makes it replace this replica."""

@@ -69,6 +69,7 @@ class ShardSettings:
     encryption_key: str | None = field(default=None, repr=False)  # for what people said, in Redis; see sealing.py
     user_bytes: int | None = None  # of one user's facts; None is no limit
     tenant_bytes: int | None = None  # of all facts of a tenant
+    prefill_nearest: int | None = 0  # injected facts that are prefilled all the same; None: as the canary finds best
     resident_users: int = 10_000  # users whose facts and index are in the replica's memory
     cluster: str = ""  # among those of the namespace; its shards know only each other
     gpus: int = 0  # that the engine spans; 0: CPU cores

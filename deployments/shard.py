@@ -22,6 +22,7 @@ from connector.plan import plan_memory
 from connector.port import Engine, EngineDelta
 from connector.template import PromptTemplate
 from connector.tiers import Tiers
+from deployments.canary import Canary
 from deployments.chat_plan import ChatPlan, ChatPlanner
 from deployments.distillation import Distillation
 from deployments.distiller import ModelDistiller
@@ -78,6 +79,7 @@ class Shard:
         table: UserTable,
         store: FactStore,
         *,
+        canary: Canary,
         max_requests_in_flight: int,
         max_fact_tokens: int,
         quotas: Quotas | None = None,
@@ -94,7 +96,8 @@ class Shard:
         self.usage = UsageNotes(self._bytes_of)
         self.users = ResidentUse(table, residents, self.usage)
         self.store = store
-        self.planner = ChatPlanner(engine, template, embedder, heads, residents)
+        self.canary = canary
+        self.planner = ChatPlanner(engine, template, embedder, heads, residents, canary)
         self.requests_in_flight = 0
         self.counters = {"chats_inject": 0, "chats_prompt": 0, "chats_off": 0}
         self.memory_counts = MemoryCounts()
@@ -157,6 +160,7 @@ class Shard:
     def close(self) -> None:
         """Ends the engine and what runs beside it."""
         self.distillation.close()
+        self.canary.close()
         self.encoder.close()
         self.tiers.close()
         self.embedder.close()
@@ -205,7 +209,7 @@ class Shard:
                 use,
                 injected_tokens=delta.injected_tokens,
                 prefix_cached_tokens=delta.cached_tokens,
-                fallback=delta.fallback or plan.prompt.unready,
+                fallback=use.fallback or delta.fallback or plan.prompt.unready,
                 engine_ttft_s=use.engine_ttft_s or time.perf_counter() - began,
             )
             if not started:

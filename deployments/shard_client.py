@@ -47,6 +47,9 @@ class Shards(Protocol):
     async def metrics(self, shard: ShardId, deadline_s: float) -> str:
         """The shard's numbers and durations, and vLLM's own, in Prometheus' text format."""
 
+    async def prove(self, shard: ShardId, deadline_s: float) -> ShardStatus:
+        """The same, after its canary was asked again."""
+
 
 class ShardClient(Shards):
     """`Shards` over the shard deployment's handle, whose router is `PinnedRouter`.
@@ -93,6 +96,9 @@ class ShardClient(Shards):
 
     async def metrics(self, shard: ShardId, deadline_s: float) -> str:
         return await self._call(shard, "metrics", deadline_s)  # type: ignore[no-any-return]
+
+    async def prove(self, shard: ShardId, deadline_s: float) -> ShardStatus:
+        return await self._call(shard, "prove", deadline_s)  # type: ignore[no-any-return]
 
     async def _call(self, shard: ShardId, method: str, deadline_s: float, *args: object) -> Any:
         response = self._handle.options(session_id=shard, method_name=method, stream=False).remote(*args)

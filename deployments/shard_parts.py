@@ -7,9 +7,10 @@ from functools import partial
 from connector.file_tier import FileTier
 from connector.files import LocalFiles
 from connector.ledger import ChunkLedger
-from connector.port import Engine
+from connector.port import ENCODE_PRIORITY, Engine
 from connector.template import PromptTemplate
 from connector.tiers import Tiers
+from deployments.canary import Canary
 from deployments.encode_pace import EncodePace
 from deployments.encoder import Encoder
 from deployments.heads import Heads
@@ -18,6 +19,8 @@ from deployments.quotas import Quotas
 from deployments.resident import Residents
 from deployments.settings import ShardSettings
 from deployments.shard import Shard
+from deployments.trial import Trial
+from sharding.directory import Directory
 from sharding.errors import StartupError
 from sharding.facts import FactStore
 from sharding.user_memory import UserTable
@@ -30,11 +33,18 @@ def put_together(
     template: PromptTemplate,
     table: UserTable,
     store: FactStore,
+    directory: Directory,
     pace: EncodePace,
 ) -> Shard:
     """A shard around an engine that runs. Its encoder runs from here on; `Shard.close` ends all of it."""
     tiers = _tiers(settings, engine)
     encoder = Encoder(engine, tiers.device, pace, tiers)
+    canary = Canary(
+        Trial(engine, template, embedder, encoder, tiers, priority=ENCODE_PRIORITY),
+        directory,
+        window_facts=settings.window_facts,
+        fixed=settings.prefill_nearest,
+    )
     residents = Residents(
         store,
         embedder,
@@ -56,6 +66,7 @@ def put_together(
         template,
         table,
         store,
+        canary=canary,
         max_requests_in_flight=settings.max_requests_in_flight,
         max_fact_tokens=settings.max_fact_tokens,
         quotas=Quotas(

@@ -55,9 +55,10 @@ async def open_shard(
             embedding_model=embedder.model,
         )
         pace = EncodePace(GPU_STEP_TOKENS if torch.cuda.is_available() else CPU_STEP_TOKENS)
-        shard = put_together(settings, engine, embedder, template, table, store, pace)
+        shard = put_together(settings, engine, embedder, template, table, store, directory, pace)
         undo.callback(shard.encoder.close)
         undo.callback(shard.tiers.close)
         await shard.warm_up()
+        shard.canary.begin()
         undo.pop_all()
         return shard

@@ -28,6 +28,8 @@ from sharding.scripts import script
 
 __all__ = ["Directory", "Entry", "PlacementCache", "ShardReport", "Usage"]
 
+VERDICT_TTL_S = 90 * 24 * 3600
+
 log = logging.getLogger(__name__)
 
 NOTES_AT_ONCE = 16
@@ -166,6 +168,17 @@ class Directory:
                 pipe.srem(self._keys.shards(), shard)
                 pipe.delete(self._keys.shard(shard))
                 await pipe.execute()
+
+    async def verdict(self, name: str) -> str | None:
+        """What `keep_verdict` kept under `name`, if that was not too long ago."""
+        with redis_errors("look up what is known of the model"):
+            found = await self._redis.get(self._keys.verdict(name))
+        return None if found is None else _text(found)
+
+    async def keep_verdict(self, name: str, told: str) -> None:
+        """Keep what a shard found out about the model, for those that start later: derived, and kept 90 days."""
+        with redis_errors("keep what is known of the model"):
+            await self._redis.set(self._keys.verdict(name), told, ex=VERDICT_TTL_S)
 
 
 class PlacementCache:

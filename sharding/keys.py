@@ -18,6 +18,7 @@
     <ns>:{shards:<model>}:pages   hash    gateway's id -> its metrics; `pages.py`
     <ns>:{tenant:<tenant>}:…      what the tenant has: see `registry.py` and `limits.py`
     <ns>:{keys:}, <ns>:{limit:…}:… see `api_keys.py` and `limits.py`
+    <ns>:{shards:<model>}:verdict:<name>  string  what is known of the model's answers, with a TTL
 
 Where `cluster` is given, its shards are in `{shards:<model>:<cluster>}`: two clusters of one installation share users
 and facts, and do not see each other's shards, so each takes over, under a new epoch, whomever the other owns.
@@ -108,6 +109,9 @@ class KeySpace:
 
     def pages(self) -> str:
         return self.shards() + ":pages"
+
+    def verdict(self, name: str) -> str:
+        return f"{self.shards()}:verdict:{_escape(name)}"
 
     def _of(self, user: UserId) -> str:
         return f"{_escape(self.namespace)}:{{{_escape(user)}}}"

@@ -60,7 +60,12 @@ class LocalShards(Shards):
         counters = {"wrong_shard": here.users.wrong_shard}
         facts = sum(len(memory) for memory in here.table.memories())
         sizes = (len(here.table), facts, len(here.ledger), here.requests_in_flight, here.encoder.backlog())
-        return ShardStatus(shard, deterministic.NAME, True, "now", *sizes, (("device", 1, 2),), counters)
+        tiers = (("device", 1, 2),)
+        return ShardStatus(shard, deterministic.NAME, True, "now", *sizes, tiers, counters, here.canary.verdict)
+
+    async def prove(self, shard: ShardId, deadline_s: float) -> ShardStatus:
+        await self.by_id[shard].canary.prove()
+        return await self.status(shard, deadline_s)
 
 
 class LocalCluster:

@@ -61,7 +61,7 @@ def test_serve_with_too_little_memory_is_one_line(tmp_path: Path) -> None:
     assert_one_line(done, "memory")
 
 
-@pytest.mark.parametrize("command", ["status", "demo"])
+@pytest.mark.parametrize("command", ["status", "canary", "demo"])
 def test_a_client_command_without_a_server_is_one_line(command: str) -> None:
     assert_one_line(memshard(command, "--url", "http://127.0.0.1:9"), "No Memshard answers at http://127.0.0.1:9")
 

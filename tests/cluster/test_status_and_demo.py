@@ -11,8 +11,8 @@ import httpx
 from rich.console import Console
 
 from cluster import demo
-from cluster.status import table
-from deployments.messages import ShardStatus
+from cluster.status import canary_table, table
+from deployments.messages import ShardStatus, Verdict
 from sharding.ids import ShardId
 
 GIB = 1 << 30
@@ -28,6 +28,7 @@ BUSY = ShardStatus(
     encode_backlog=2,
     tiers=(("device", 5 * 10**8, GIB),),
     counters={},
+    canary=Verdict("passed", 3, "as good"),
 )
 
 
@@ -44,6 +45,7 @@ def test_each_shard_has_a_row_and_the_last_row_sums_them() -> None:
     rows = [line for line in lines if "shard-" in line]
     assert [row.split()[1] for row in rows] == ["shard-a", "shard-b"]
     assert "500.0 MB of 1.1 GB" in rows[1]
+    assert "injected, r = 3 (passed)" in rows[1]
     total = next(line for line in lines if " all " in line)
     assert "42" in total
     assert "1.0 GB of 2.1 GB" in total
@@ -51,6 +53,17 @@ def test_each_shard_has_a_row_and_the_last_row_sums_them() -> None:
 
 def test_a_shard_that_does_not_answer_is_shown_as_silent() -> None:
     assert "silent" in drawn([{"shard": "shard-a", "reachable": False, "reason": "away"}])
+
+
+def test_each_shard_says_what_its_canary_found() -> None:
+    away = {"shard": "shard-c", "reachable": False, "reason": "it is away"}
+    shards = [asdict(BUSY) | {"reachable": True}, away]
+    console = Console(file=io.StringIO(), width=200)
+    console.print(canary_table({"model": "m", "shards": json.loads(json.dumps(shards))}))
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert any("shard-b" in line and "injected, r = 3 (passed)" in line and "as good" in line for line in lines)
+    assert any("shard-c" in line and "it is away" in line for line in lines)
 
 
 def test_no_shards_is_a_table_too() -> None:

@@ -40,6 +40,7 @@ class WholeServer:
             "MEMSHARD_STATE_DIR": str(self.state_dir),
             "MEMSHARD_PORT": str(self.port),
             "MEMSHARD_SHARDS": "2",
+            "MEMSHARD_PREFILL_NEAREST": "0",  # injected from the first chat on, whatever the canary would find
             "MEMSHARD_KV_CACHE_BYTES": str(256 << 20),
             "MEMSHARD_CHUNK_DEVICE_BYTES": str(64 << 20),
             "MEMSHARD_CHUNK_SHARED_URL": str(self.state_dir / "shared"),

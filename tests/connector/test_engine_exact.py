@@ -20,6 +20,7 @@ from connector.engine import EngineSettings, MemoryEngine
 from connector.memory_counts import Reason
 from connector.plan import PromptPlan
 from connector.rotation import Rotation, rotate_keys
+from tests.connector.canaries import ask_canary
 from tests.connector.engines import (
     Encoded,
     Oracle,
@@ -285,3 +286,11 @@ def _salted(plan: PromptPlan, salt: str) -> PromptPlan:
 
 def _pieces_of(user: int) -> list[tuple[int, ...]]:
     return [tokens_of(1000 + 10 * user + i, 20 + 7 * i) for i in range(3)]
+
+
+async def test_a_model_that_answers_nothing_from_text_is_not_trusted_with_injected_memory(
+    engine: MemoryEngine, tiny_llama: Path
+) -> None:
+    verdict = await ask_canary(engine, tiny_llama, 8 << 20)
+    assert (verdict.state, verdict.prefill_nearest) == ("unjudged", None)
+    assert "even from text" in verdict.reason

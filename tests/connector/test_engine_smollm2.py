@@ -17,6 +17,7 @@ from connector.engine import EngineSettings, MemoryEngine
 from connector.metadata import CaptureRange
 from connector.plan import Piece, plan_memory, plan_plain
 from connector.template import PromptTemplate
+from tests.connector.canaries import ask_canary
 from tests.connector.engines import Answer, answer
 
 FACTS = [
@@ -84,3 +85,11 @@ async def test_memory_answers_as_text_within_bfloat16_noise_and_leaves_plain_pro
         after = await answer(engine, plan, 12)
         assert after.token_ids == before.token_ids
         assert largest_difference(before, after) <= max(*noise, 2**-5)
+
+
+async def test_the_packaged_model_passes_the_canary_and_is_injected(engine: MemoryEngine, language_model: Path) -> None:
+    before = await engine.stats()
+    verdict = await ask_canary(engine, language_model, 64 << 20)
+    assert (verdict.state, verdict.prefill_nearest) == ("passed", 0), verdict.reason
+    after = await engine.stats()
+    assert [rank["chunks"] for rank in after] == [rank["chunks"] for rank in before], "nothing of it is left"

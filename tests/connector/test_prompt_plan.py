@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -26,9 +27,10 @@ class Asked:
     max_model_len: int
     max_tokens: int
 
-    def plan(self, *, inject: bool) -> PromptPlan:
+    def plan(self, *, inject: bool, prefill_nearest: int = 0) -> PromptPlan:
         limits = {"max_model_len": self.max_model_len, "max_tokens": self.max_tokens}
-        return plan_memory(self.head, self.facts, self.tail, self.owner, inject=inject, **limits)
+        how: dict[str, Any] = {"inject": inject, "prefill_nearest": prefill_nearest}
+        return plan_memory(self.head, self.facts, self.tail, self.owner, **how, **limits)
 
 
 @st.composite
@@ -81,6 +83,27 @@ def test_what_is_loaded_is_the_front_of_the_prompt_up_to_the_first_piece_without
     encoded = next((i for i, piece in enumerate(front) if piece.chunk is None), len(front))
     assert plan.load == tuple((piece.chunk, len(piece.token_ids)) for piece in front[:encoded])
     assert plan.load_tokens == sum(len(piece.token_ids) for piece in front[:encoded])
+
+
+@given(servable(), st.integers(0, 9))
+def test_the_facts_to_prefill_are_the_nearest_ones_and_the_others_are_loaded_as_ever(asked: Asked, r: int) -> None:
+    every, plan = asked.plan(inject=True), asked.plan(inject=True, prefill_nearest=r)
+    assert (plan.token_ids, plan.kept, plan.left_out) == (every.token_ids, every.kept, every.left_out)
+    assert plan.load == every.load[: 1 + max(0, plan.kept - r)]
+
+
+@given(servable())
+def test_with_every_fact_prefilled_nothing_but_the_head_is_loaded(asked: Asked) -> None:
+    plan = asked.plan(inject=True, prefill_nearest=len(asked.facts))
+    head = [] if asked.head.chunk is None else [(asked.head.chunk, len(asked.head.token_ids))]
+    assert list(plan.load) == head
+
+
+@given(servable(), st.integers(0, 9))
+def test_the_salt_covers_what_is_loaded_and_nothing_behind_it(asked: Asked, r: int) -> None:
+    plan, every = asked.plan(inject=True, prefill_nearest=r), asked.plan(inject=True)
+    assert plan.salt == (memory_salt(asked.owner, plan.load) if plan.load else text_salt(asked.owner))
+    assert (plan.salt == every.salt) == (plan.load == every.load)
 
 
 @given(servable())

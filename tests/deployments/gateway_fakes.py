@@ -26,7 +26,16 @@ from deployments.memory_calls import (
     MoveCall,
     MoveReport,
 )
-from deployments.messages import ChatCall, ChatDelta, ChatEvent, ChatFinished, ChatStarted, MemoryUse, ShardStatus
+from deployments.messages import (
+    ChatCall,
+    ChatDelta,
+    ChatEvent,
+    ChatFinished,
+    ChatStarted,
+    MemoryUse,
+    ShardStatus,
+    Verdict,
+)
 from deployments.settings import GatewaySettings
 from deployments.shard_client import Shards
 from sharding.api_keys import KnowsKeys
@@ -169,7 +178,13 @@ class FakeShards(Shards):
 
     async def status(self, shard: ShardId, deadline_s: float) -> ShardStatus:
         here = self._enter(shard, None)
-        return ShardStatus(shard, MODEL, True, NOW, len(here.facts), 0, 0, 0, 0, (("device", 10, 100),), {"chats": 1})
+        tiers = (("device", 10, 100),)
+        return ShardStatus(
+            shard, MODEL, True, NOW, len(here.facts), 0, 0, 0, 0, tiers, {"chats": 1}, Verdict("passed", 0, "as good")
+        )
+
+    async def prove(self, shard: ShardId, deadline_s: float) -> ShardStatus:
+        return replace(await self.status(shard, deadline_s), canary=Verdict("failed", None, "worse than text"))
 
     async def drain(self, shard: ShardId, deadline_s: float) -> DrainReport:
         self._enter(shard, None)

@@ -14,9 +14,11 @@ from slow_engine import STEP_TOKENS, SlowEngine
 from connector.ledger import ChunkLedger
 from connector.template import PromptTemplate
 from connector.tiers import Tiers
+from deployments.canary import Canary
 from deployments.encode_pace import EncodePace
 from deployments.encoder import Encoder
 from deployments.resident import Residents
+from deployments.trial import Trial
 from sharding.facts import Fact, text_hash
 from sharding.ids import FactId, Placement, ShardId, UserId
 from sharding.user_memory import UserMemory
@@ -70,6 +72,15 @@ class Shelf:
         self.kept.update(embeddings)
 
 
+class Nobody:
+    """Knows of no verdict, and keeps none."""
+
+    async def verdict(self, name: str) -> str | None:
+        return None
+
+    async def keep_verdict(self, name: str, told: str) -> None: ...
+
+
 class Home:
     """`Residents` and everything around them; the encoder, the ledger and the memory are the real ones."""
 
@@ -82,6 +93,7 @@ class Home:
         self.embedder = LengthEmbedder()
         self.shelf = Shelf()
         self.template = PromptTemplate(LetterTokenizer())
+        parts: Any = (self.engine, self.template, self.embedder, self.encoder, self.tiers)
         self.residents = Residents(
             self.shelf,  # type: ignore[arg-type]
             self.embedder,  # type: ignore[arg-type]
@@ -92,6 +104,7 @@ class Home:
             window_facts=WINDOW,
             room_tokens=1_000,
         )
+        self.canary = Canary(Trial(*parts, priority=1), Nobody(), window_facts=WINDOW, fixed=0)
         self.memory = UserMemory(PLACEMENT, DIM, embedding_model=LengthEmbedder.model)
 
     async def tell(self, *seqs: int) -> None:

@@ -105,7 +105,7 @@ async def test_a_write_that_is_abandoned_is_done_here_as_in_redis(write: MemoryC
     store, home = SlowStore(), OneUser()
     template = SimpleNamespace(fact=lambda text: [1])
     parts = (None, SimpleNamespace(device=None), None, None, home, None, template, home, store)
-    shard = Shard(*parts, max_requests_in_flight=1, max_fact_tokens=9)  # type: ignore[arg-type]
+    shard = Shard(*parts, canary=None, max_requests_in_flight=1, max_fact_tokens=9)  # type: ignore[arg-type]
     store.gate.set()
     await shard.ask(AddCall("r1", ALICE, ("one", "two")))
     store.gate.clear()

@@ -11,7 +11,7 @@ from resident_home import PLACEMENT, Home
 
 from deployments.chat_plan import DEFAULT_MAX_TOKENS, ChatPlan, ChatPlanner
 from deployments.heads import Heads
-from deployments.messages import ChatCall, MemoryUse, Sampling
+from deployments.messages import ChatCall, MemoryUse, Sampling, Verdict
 from sharding.errors import ContextTooLong
 
 ROOM = 600  # a token is a letter here
@@ -25,12 +25,19 @@ class Asking:
         self.home = home
         home.engine.max_model_len = ROOM
         self.heads = Heads("model", home.encoder, home.ledger, home.template.default_head())
-        parts: Any = (home.engine, home.template, home.embedder, self.heads, home.residents)
+        parts: Any = (home.engine, home.template, home.embedder, self.heads, home.residents, home.canary)
         self.planner = ChatPlanner(*parts)
 
-    async def ask(self, *messages: tuple[str, str], max_tokens: int | None = 10, top_k: int = 10) -> ChatPlan:
+    async def ask(
+        self,
+        *messages: tuple[str, str],
+        max_tokens: int | None = 10,
+        top_k: int = 10,
+        prefill_nearest: int | None = None,
+    ) -> ChatPlan:
         given = tuple({"role": role, "content": content} for role, content in messages)
-        call = ChatCall("r", PLACEMENT, given, Sampling(max_tokens=max_tokens), "inject", top_k)
+        sampling = Sampling(max_tokens=max_tokens)
+        call = ChatCall("r", PLACEMENT, given, sampling, "inject", top_k, prefill_nearest=prefill_nearest)
         return await self.planner.with_memory(call, self.home.memory)
 
 
@@ -58,6 +65,31 @@ async def test_facts_stand_in_the_prompt_and_come_out_of_chunks(asking: Asking) 
     nearest = asking.home.memory.get(plan.use.fact_ids[0])
     assert nearest is not None
     assert text(plan).endswith(f"- {nearest.text}\n\n[user] What is fact 1?\n[assistant]")
+
+
+async def test_the_canary_says_how_many_of_the_nearest_facts_are_prefilled_and_the_caller_knows_better(
+    asking: Asking,
+) -> None:
+    every = await asking.ask(("user", "What is fact 1?"))
+    asking.home.canary.verdict = Verdict("passed", 2, "as good")
+    plan = await asking.ask(("user", "What is fact 1?"))
+    assert plan.prompt.token_ids == every.prompt.token_ids
+    assert plan.prompt.load == every.prompt.load[:2], "the head and the farthest fact"
+    assert (await asking.ask(("user", "What is fact 1?"), prefill_nearest=1)).prompt.load == every.prompt.load[:3]
+    asking.home.canary.verdict = Verdict("passed", 0, "as good", text_facts=2)
+    assert (await asking.ask(("user", "What is fact 1?"))).prompt == every.prompt
+    few = await asking.ask(("user", "What is fact 1?"), top_k=2)
+    assert (few.prompt.load, few.use.fallback) == (every.prompt.load[:1], None)
+
+
+async def test_where_injection_is_worse_than_text_the_same_prompt_is_text_and_says_why(asking: Asking) -> None:
+    every = await asking.ask(("user", "What is fact 1?"))
+    asking.home.canary.verdict = Verdict("failed", None, "worse than text")
+    plan = await asking.ask(("user", "What is fact 1?"))
+    assert (plan.prompt.token_ids, plan.prompt.load) == (every.prompt.token_ids, ())
+    assert (plan.use.mode, plan.use.fallback) == ("inject", "worse than text")
+    wished = await asking.ask(("user", "What is fact 1?"), prefill_nearest=0)
+    assert (wished.prompt.load, wished.use.fallback) == (every.prompt.load, None)
 
 
 async def test_a_prompt_that_fits_without_memory_is_served_without_it_and_says_so(asking: Asking) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import httpx
 from gateway_fakes import MODEL, Cluster
 
+from deployments.messages import Verdict
 from sharding.ids import ShardId
 
 
@@ -17,6 +20,26 @@ async def test_a_gateway_is_healthy_without_redis_and_shards(client: httpx.Async
 async def test_it_is_ready_with_one_ready_shard(client: httpx.AsyncClient, cluster: Cluster) -> None:
     cluster.shards.kill(ShardId("shard-a"))
     assert (await client.get("/readyz")).status_code == 200
+
+
+async def test_it_says_that_memory_is_text_where_one_shard_serves_it_so(
+    client: httpx.AsyncClient, cluster: Cluster
+) -> None:
+    reports = cluster.directory.reports
+    for shard in list(reports):
+        passed = {"canary": asdict(Verdict("passed", 0, "as good"))}
+        reports[shard] = reports[shard].model_copy(update={"status": passed})
+    assert (await client.get("/readyz")).json() == {"status": "ready", "memory": "injected"}
+    failed = {"canary": asdict(Verdict("failed", None, "worse"))}
+    reports[shard] = reports[shard].model_copy(update={"status": failed})
+    assert (await client.get("/readyz")).json() == {"status": "ready", "memory": "text"}
+
+
+async def test_on_demand_every_shard_asks_its_canary_again(client: httpx.AsyncClient, cluster: Cluster) -> None:
+    cluster.shards.kill(ShardId("shard-b"), heartbeat_remains=True)
+    shards = {shard["shard"]: shard for shard in (await client.post("/canary")).json()["shards"]}
+    assert shards["shard-a"]["canary"]["state"] == "failed"
+    assert shards["shard-b"]["reachable"] is False
 
 
 async def test_it_is_not_ready_without_a_ready_shard_or_without_redis(

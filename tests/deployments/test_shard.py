@@ -66,7 +66,9 @@ class House:
         engine.max_model_len, engine.generate = 1_000, self.generate
         heads = Heads("model", home.encoder, home.ledger, home.template.default_head())
         parts: Any = (engine, home.tiers, home.encoder, heads, home.residents, home.embedder, home.template)
-        self.shard = Shard(*parts, self.table, self.table, max_requests_in_flight=1, max_fact_tokens=99)  # type: ignore[arg-type]
+        self.shard = Shard(
+            *parts, self.table, self.table, canary=home.canary, max_requests_in_flight=1, max_fact_tokens=99
+        )  # type: ignore[arg-type]
 
     async def generate(self, request_id: str, plan: PromptPlan, sampling: Any) -> AsyncGenerator[EngineDelta, None]:
         try:

@@ -164,3 +164,13 @@ async def test_a_restarted_redis_gets_the_scripts_again(directory: Directory, re
 def test_a_url_that_is_not_one_of_redis_stops_the_start() -> None:
     with pytest.raises(StartupError, match="Redis URL"):
         connect("http://localhost")
+
+
+async def test_what_is_known_of_a_model_is_found_by_later_starts_and_not_by_other_models(
+    redis: Redis, keys: KeySpace, directory: Directory
+) -> None:
+    assert await directory.verdict("canary") is None
+    await directory.keep_verdict("canary", "passed")
+    assert await Directory(redis, keys).verdict("canary") == "passed"
+    assert await Directory(redis, KeySpace(keys.namespace, "another")).verdict("canary") is None
+    assert await redis.ttl(keys.verdict("canary")) > 0
