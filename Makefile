@@ -66,8 +66,8 @@ format: $(INSTALLED) ## format the code and fix what lint can fix
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-bench: $(INSTALLED) ## measure time to first token (ARGS="--quick")
-	@$(BIN)/memshard bench ttft $(ARGS)
+bench: $(INSTALLED) ## run every benchmark short and write bench.html (ARGS=--full for hours of it)
+	@$(BIN)/memshard bench all $(ARGS)
 
 lock: $(BIN)/uv ## resolve pyproject.toml into requirements.lock (ARGS=--upgrade for newer versions)
 	@echo "==> Resolving requirements.lock"

@@ -209,6 +209,23 @@ def quality(
         Report.of("quality", list(quality_report.rows(name, answers))).write_json(json)
 
 
+@app.command(name="all")
+def every(
+    target: Annotated[Path, typer.Option("--html", dir_okay=False, help="Where the page goes.")] = Path("bench.html"),
+    full: Annotated[bool, typer.Option("--full", help="At full length: hours, not minutes.")] = False,
+) -> None:
+    """Every benchmark, short, and one HTML page with their tables and plots."""
+    check_targets(target, None)
+    from benchmarks import page
+
+    console = Console()
+    outcomes = page.run_all(app, "all", console, quick=not full)
+    page.write(outcomes, target)
+    console.print(f"Written to {target}", highlight=False)
+    if failed := [outcome.name for outcome in outcomes if outcome.status != 0]:
+        raise MemshardError(f"{', '.join(failed)} failed; the page says how")
+
+
 def check_targets(*paths: Path | None) -> None:
     """Minutes of measuring must not end in a path that was wrong from the start. Raises MemshardError."""
     for path in paths:

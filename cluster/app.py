@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ray import serve
-from ray.serve.config import RequestRouterConfig
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
 from cluster.models import embedding_model, model_name, prepare_language_model
 from cluster.settings import PREFIX, Settings
@@ -27,6 +27,12 @@ from sharding.limits import Minutes
 from sharding.pages import Pages
 from sharding.placement import PlacementPolicy
 from sharding.registry import Registry
+
+SCALE_UP_S = 4.0
+"""How long a load must last before a shard is started for it: longer than a burst, shorter than a person waits."""
+
+ENCODE_BACKLOG_A_SHARD = 500
+"""Chunks that one shard may be behind with: a minute or two of encoding on a CPU, seconds on a GPU."""
 
 SHARD_RESOURCE = "memshard_shard"
 GATEWAY_RESOURCE = "memshard_gateway"
@@ -65,7 +71,7 @@ def build(
     shards = serve.deployment(
         ShardReplica,
         name="Shard",
-        num_replicas=settings.shards,
+        **how_many(settings),
         # Admission is the shard's own: a request that Serve queued would wait instead of being answered 429.
         max_ongoing_requests=4 * settings.max_requests_in_flight,
         health_check_period_s=2,
@@ -92,7 +98,8 @@ def build(
         cluster=settings.cluster,
         gpus=settings.gpus_per_shard,
         telemetry=telemetry,
-        shards=settings.shards,
+        shards=settings.max_shards or settings.shards,
+        active_s=settings.scale_window_s,
         threads=settings.threads_per_shard,
         max_model_len=settings.max_model_len,
         kv_cache_bytes=settings.kv_cache_bytes,
@@ -134,6 +141,34 @@ def build(
         gateway_settings,
     )
     return application
+
+
+def how_many(settings: Settings) -> dict[str, Any]:
+    """How many shards: as many as were asked for, or as the load needs."""
+    if settings.max_shards is None:
+        return {"num_replicas": settings.shards}
+    policy = AutoscalingPolicy(
+        policy_function="deployments.autoscaling:ShardScaling",
+        policy_kwargs={
+            # A shard that is full of active users evicts some of them; one at its limit of chats refuses.
+            "bytes_a_shard": round(0.8 * settings.chunk_device_bytes),
+            "backlog_a_shard": ENCODE_BACKLOG_A_SHARD,
+            "requests_a_shard": max(1, settings.max_requests_in_flight // 2),
+            "up_s": SCALE_UP_S,
+            "down_s": settings.scale_window_s,
+        },
+    )
+    config = AutoscalingConfig(
+        min_replicas=settings.shards,
+        initial_replicas=settings.shards,
+        max_replicas=settings.max_shards,
+        metrics_interval_s=SCALE_UP_S / 2,
+        look_back_period_s=SCALE_UP_S,
+        upscale_delay_s=0,  # the policy has windows of its own
+        downscale_delay_s=0,
+        policy=policy,
+    )
+    return {"autoscaling_config": config}
 
 
 def _actor_options(settings: Settings, resource: str, gpus: int = 0) -> dict[str, Any]:

@@ -54,6 +54,10 @@ class Settings(BaseSettings):
     """Replicas of the stateless gateway."""
     shards: Count = 2
     """Shard replicas, each with an engine and the users it owns."""
+    max_shards: Count | None = None
+    """Let the number of shards follow the load, from `shards` up to this many; None keeps `shards`."""
+    scale_window_s: Seconds = 600.0
+    """How long a smaller load must last before a shard is stopped."""
     namespace: str = Field("memshard", pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")
     """Prefix of this installation's keys in Redis and its namespace in Ray; those that share a Redis differ in it."""
     cluster: str = Field("", max_length=253)
@@ -166,6 +170,12 @@ class Settings(BaseSettings):
         if url is not None and not re.match(r"(rediss?(\+cluster|\+sentinel)?|unix)://", url):
             raise ValueError("must start with redis://, rediss://, unix://, redis+cluster:// or redis+sentinel://")
         return url
+
+    @model_validator(mode="after")
+    def _room_to_scale(self) -> Self:
+        if self.max_shards is not None and self.max_shards < self.shards:
+            raise ValueError(f"{PREFIX}MAX_SHARDS is below {PREFIX}SHARDS, the number that it may grow from")
+        return self
 
     @model_validator(mode="after")
     def _ttl_survives_a_lost_heartbeat(self) -> Self:

@@ -25,7 +25,7 @@ def show(url: str, console: Console) -> None:
     with gateway(url) as client:
         answer = client.get("/status")
         answer.raise_for_status()
-    console.print(table(answer.json()))
+    console.print(table(answer.json()), latencies(answer.json()), sep="\n")
 
 
 def show_canary(url: str, console: Console) -> None:
@@ -70,6 +70,20 @@ def table(status: dict[str, Any]) -> Table:
             *(str(shard.get(field, "?")) for field in COLUMNS.values()),
             *(_bytes(*_tiers(shard).get(tier, (0, 0))) for tier in tiers),
         )
+    return drawn
+
+
+def latencies(status: dict[str, Any]) -> Table:
+    """Times to the first token at each shard's engine in the last five minutes, by what memory was asked for."""
+    drawn = Table(title="time to first token, last five minutes")
+    for heading in ("shard", "memory"):
+        drawn.add_column(heading, overflow="fold")
+    for heading in ("chats", "median", "95 in 100"):
+        drawn.add_column(heading, justify="right")
+    for shard in sorted(status["shards"], key=lambda shard: str(shard["shard"])):
+        for memory, seen in shard.get("latencies", {}).items():
+            times = (f"{1000 * seen[name]:.0f} ms" for name in ("p50_s", "p95_s"))
+            drawn.add_row(str(shard["shard"]), memory, f"{seen['chats']:.0f}", *times)
     return drawn
 
 

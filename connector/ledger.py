@@ -15,6 +15,7 @@ budget; within it a head may evict users, beyond it only the heads least recentl
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -195,6 +196,12 @@ class ChunkLedger:
             return [holder.head for holder in self._holders if holder.head is not None]
         held = self._holders.get(_Holder(owner, None))
         return list(held.sizes) if held is not None else []
+
+    def bytes_used_within(self, seconds: float) -> int:
+        """Bytes of the users who were active within the last `seconds`, and of the heads that they used."""
+        since = self._clock() - seconds
+        recent = itertools.takewhile(lambda held: held.used_at >= since, reversed(self._holders.values()))
+        return sum(sum(held.sizes.values()) for held in recent)
 
     def bytes_of(self, owner: str) -> int:
         """What a user's chunks take, reserved ones included."""

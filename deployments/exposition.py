@@ -107,7 +107,7 @@ def merged(pages: Iterable[tuple[str, str, str]]) -> str:
                     family[0].append(line)
             elif line:
                 family[1].append(_labelled(line, f'{label}="{value}"' if label else ""))
-    lines = [line for head, samples in families.values() if samples for line in (*head, *samples)]
+    lines = [line for head, samples in families.values() for line in (*head, *samples)]
     return "\n".join(lines) + "\n"
 
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter
-from fastapi.responses import JSONResponse
+from fastapi.responses import HTMLResponse, JSONResponse
 
 from deployments.messages import ShardStatus
 from deployments.owners import Owners
@@ -26,6 +27,9 @@ from sharding.placement import ShardReport
 JSONObject = dict[str, Any]
 Ask = Callable[[ShardId, float], Awaitable[ShardStatus]]
 
+PAGE = Path(__file__).with_name("status_page.html").read_text()
+"""What a person sees at `/`: `/status`, drawn and kept up to date."""
+
 
 def health_routes(shards: Shards, owners: Owners, settings: GatewaySettings) -> APIRouter:
     """The routes; all but `/canary` answer within `status_deadline_s`, give or take one Redis time-out."""
@@ -34,6 +38,10 @@ def health_routes(shards: Shards, owners: Owners, settings: GatewaySettings) -> 
     @routes.get("/healthz")
     async def healthz() -> JSONObject:
         return {"status": "ok"}
+
+    @routes.get("/", include_in_schema=False)
+    async def page() -> HTMLResponse:
+        return HTMLResponse(PAGE)
 
     @routes.get("/readyz")
     async def readyz() -> JSONResponse:

@@ -5,7 +5,7 @@ Tensors never appear here; facts' texts, token counts and ids do.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from sharding.ids import FactId, Placement, ShardId, UserId
@@ -129,3 +129,4 @@ class ShardStatus:
     tiers: tuple[tuple[str, int, int], ...]  # (tier, bytes held, budget in bytes)
     counters: dict[str, Any]  # chats by mode, facts added, `MemoryCounts.plain`, … since the start
     canary: Verdict
+    latencies: dict[str, dict[str, float]] = field(default_factory=dict)  # of first tokens: `recent.Recent.summary`

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ray import serve
 
-from deployments import exposition, telemetry
+from deployments import autoscaling, exposition, telemetry
 from deployments.memory_calls import DrainReport, MemoryCall
 from deployments.messages import ChatCall, ChatEvent, ShardStatus
 from deployments.settings import ShardSettings
@@ -140,6 +140,7 @@ class ShardReplica:
                 **shard.tiers.counters,
             },
             canary=shard.canary.verdict,
+            latencies=telemetry.RECENT.summary(),
         )
 
     async def drain(self, deadline_s: float) -> DrainReport | MemshardError:
@@ -163,6 +164,15 @@ class ShardReplica:
             return await self.status()
         except MemshardError as error:
             return self._told(error)
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Called by Serve every few seconds, where the number of shards follows the load."""
+        shard = self._shard
+        return {
+            autoscaling.ACTIVE_BYTES: shard.ledger.bytes_used_within(self._settings.active_s),
+            autoscaling.ENCODE_BACKLOG: shard.encoder.backlog(),
+            autoscaling.REQUESTS: shard.requests_in_flight,
+        }
 
     async def check_health(self) -> None:
         """Called by Serve; raising makes it replace this replica."""

@@ -73,4 +73,5 @@ class ShardSettings:
     resident_users: int = 10_000  # users whose facts and index are in the replica's memory
     cluster: str = ""  # among those of the namespace; its shards know only each other
     gpus: int = 0  # that the engine spans; 0: CPU cores
+    active_s: float = 600.0  # how long a user counts as active, for the number of shards
     telemetry: TelemetrySettings = TelemetrySettings()

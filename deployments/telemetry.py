@@ -26,6 +26,7 @@ from opentelemetry import context, propagate, trace
 from prometheus_client import Counter, Histogram, disable_created_metrics
 
 from deployments.messages import MemoryUse
+from deployments.recent import Recent
 from deployments.settings import TelemetrySettings
 
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -41,6 +42,8 @@ FIRST_TOKEN = Histogram(
 )
 REQUESTS = Counter("memshard_http_requests", "Requests that a gateway answered.", ["method", "route", "status"])
 REQUEST = Histogram("memshard_http_request_seconds", "Whole duration of a request.", ["route"], buckets=BUCKETS_S)
+RECENT = Recent()
+"""First tokens at the engine, by what memory was asked for."""
 RETRIES = Counter("memshard_retries", "Calls sent again because the shard was not there.", ["reason"])
 
 Carried = dict[str, str]
@@ -64,6 +67,7 @@ def step(walk: str, name: str) -> Iterator[None]:
 def first_token(began_ns: int, use: MemoryUse) -> None:
     """The engine's first token is here; the prompt was handed over at `began_ns` (of `time.time_ns`)."""
     FIRST_TOKEN.labels(use.mode, "engine").observe(use.engine_ttft_s)
+    RECENT.add(use.mode, use.engine_ttft_s)
     span = _tracer.start_span("chat first token", start_time=began_ns)
     span.set_attributes({"memshard.injected_tokens": use.injected_tokens, "memshard.fallback": use.fallback or ""})
     span.end()

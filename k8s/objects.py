@@ -92,7 +92,30 @@ class PodMonitor(_Strict):
     pod_metrics_endpoints: list[PodMetricsEndpoint]
 
 
+class Annotations(_Strict):
+    summary: str
+    runbook: str
+
+
+class Alert(_Strict):
+    alert: str
+    expr: str
+    for_: Annotated[str, Field(alias="for")]
+    labels: dict[Literal["severity"], Literal["warning", "critical"]]
+    annotations: Annotations
+
+
+class AlertGroup(_Strict):
+    name: str
+    rules: list[Alert]
+
+
+class PrometheusRule(_Strict):
+    groups: list[AlertGroup]
+
+
 CUSTOM: dict[tuple[str, str], type[_Strict]] = {
     ("ray.io/v1", "RayService"): RayService,
     ("monitoring.coreos.com/v1", "PodMonitor"): PodMonitor,
+    ("monitoring.coreos.com/v1", "PrometheusRule"): PrometheusRule,
 }

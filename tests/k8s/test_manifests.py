@@ -63,7 +63,7 @@ def shards(objects: Objects) -> dict[str, Any]:
 
 
 def settings(objects: Objects) -> dict[str, str]:
-    return next(object_ for object_ in objects if object_["kind"] == "ConfigMap")["data"]
+    return next(object_ for object_ in objects if object_["metadata"]["name"].startswith("memshard-settings"))["data"]
 
 
 def of(objects: Objects, kind: str) -> dict[str, Any]:
