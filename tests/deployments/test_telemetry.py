@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import httpx
@@ -148,3 +151,33 @@ def test_a_step_that_fails_is_measured_too() -> None:
     with pytest.raises(RuntimeError), step("chat", "of a test"):
         raise RuntimeError("broken")
     assert count() == before + 1
+
+
+EXPORTS = """
+import http.server, threading
+from deployments.settings import TelemetrySettings
+from deployments.telemetry import begin, step
+
+class Collector(http.server.BaseHTTPRequestHandler):
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["content-length"]))
+        print(self.path, b"chat search" in body, b"memshard-shard" in body, b"s1" in body)
+        self.send_response(200)
+        self.end_headers()
+    def log_message(self, *args): pass
+
+server = http.server.HTTPServer(("127.0.0.1", 0), Collector)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+begin(TelemetrySettings(otlp_endpoint=f"http://127.0.0.1:{server.server_port}/"), "shard", "s1")
+with step("chat", "search"):
+    pass
+from opentelemetry import trace
+trace.get_tracer_provider().force_flush()
+"""
+
+
+def test_spans_go_to_the_endpoint_that_is_set() -> None:
+    environment = {**os.environ, "OTEL_EXPORTER_OTLP_COMPRESSION": "none"}
+    command = [sys.executable, "-W", "ignore", "-c", EXPORTS]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
+    assert done.stdout.strip() == "/v1/traces True True True", done.stderr
