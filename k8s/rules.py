@@ -77,7 +77,8 @@ def application_starts(objects: Sequence[Object]) -> Iterator[str]:
         if not found:
             yield f"serveConfigV2: the image has no {app['import_path']}"
         for argument, resource in (("shards", SHARD_RESOURCE), ("gateways", GATEWAY_RESOURCE)):
-            wanted = app.get("args", {}).get(argument, Settings.model_fields[argument].default)
+            given = {name: app.get("args", {}).get(name) for name in (f"max_{argument}", argument)}
+            wanted = next((n for n in given.values() if n is not None), Settings.model_fields[argument].default)
             if wanted > (most := _most(service, resource)):
                 yield f"serveConfigV2: {wanted} {argument} are wanted, and the nodes offer {most} {resource}"
 
@@ -124,6 +125,18 @@ def drains_outlast_moves(objects: Sequence[Object]) -> Iterator[str]:
         for container in pod.spec["containers"]:
             if "preStop" in container.get("lifecycle", {}):
                 yield f"{pod.name}: a preStop hook would end Ray before it has drained"
+
+
+def chunks_can_be_written(objects: Sequence[Object]) -> Iterator[str]:
+    """The tiers below main memory lie on volumes: the root file system is read-only."""
+    for pod in _pods(objects):
+        if pod.name.endswith(", shards"):
+            mounts = [mount for mount in pod.spec["containers"][0]["volumeMounts"] if not mount.get("readOnly")]
+            environment = _environment(objects, pod)
+            for name in ("CHUNK_DISK_DIR", "CHUNK_SHARED_URL"):
+                path = environment.get(f"{PREFIX}{name}", "")
+                if "://" not in path and not any(f"{path}/".startswith(f"{m['mountPath']}/") for m in mounts):
+                    yield f"{pod.name}: {PREFIX}{name} ({path or 'unset'}) lies on no volume that can be written"
 
 
 def pods_are_confined(objects: Sequence[Object]) -> Iterator[str]:
@@ -219,6 +232,7 @@ RULES: tuple[Rule, ...] = (
     application_starts,
     settings_exist,
     drains_outlast_moves,
+    chunks_can_be_written,
     pods_are_confined,
     references_lead_somewhere,
     network_is_closed,

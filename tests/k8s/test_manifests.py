@@ -103,6 +103,14 @@ MISTAKES: dict[str, tuple[Callable[[Objects], object], str]] = {
         lambda o: serve_config(o, "shards: 2", "shards: 3"),
         "3 shards are wanted, and the nodes offer 2",
     ),
+    "room to grow that the nodes have not": (
+        lambda o: serve_config(o, "shards: 2", "shards: 2\n      max_shards: 4"),
+        "4 shards are wanted, and the nodes offer 2",
+    ),
+    "chunk files where nothing can be written": (
+        lambda o: settings(o).pop("MEMSHARD_CHUNK_DISK_DIR"),
+        "MEMSHARD_CHUNK_DISK_DIR \\(unset\\) lies on no volume",
+    ),
     "a variable that is no setting": (
         lambda o: settings(o).update(MEMSHARD_SHARD="2"),
         "MEMSHARD_SHARD is no setting",
