@@ -56,7 +56,9 @@ def _refused(where: str, values: dict[str, Any]) -> Iterator[str]:
     unknown = values.keys() - Settings.model_fields.keys()
     yield from (f"{where}: serveConfigV2 sets {name}, which is no setting" for name in sorted(unknown))
     try:
-        Settings.from_environment(**{name: value for name, value in values.items() if name not in unknown})
+        settings = Settings.from_environment(**{name: value for name, value in values.items() if name not in unknown})
+        if not settings.keys_required:
+            yield f"{where}: {PREFIX}HOST must be an address that others reach, or no request needs an API key"
     except MemshardError as refused:
         yield f"{where}: {refused.message}"
 

@@ -13,9 +13,11 @@ from ray import serve
 
 from deployments.gateway import GatewayReplica, GatewayStores
 from deployments.settings import GatewaySettings
+from sharding.api_keys import KeyStore
 from sharding.client import connect
 from sharding.directory import Directory
 from sharding.keys import KeySpace
+from sharding.limits import Minutes
 from sharding.pages import Pages
 from sharding.placement import PlacementPolicy
 from sharding.registry import Registry
@@ -33,7 +35,9 @@ async def test_its_page_is_there_for_the_other_gateways(tmp_path: Path, monkeypa
         settings = GatewaySettings("m", pages_interval_s=0.05)
         async with connect(valkey.url) as redis:
             pages = Pages(redis, KEYS)
-            stores = GatewayStores(Directory(redis, KEYS), Registry(redis, KEYS), pages)
+            stores = GatewayStores(
+                Directory(redis, KEYS), Registry(redis, KEYS), KeyStore(redis, KEYS), Minutes(redis, KEYS), pages
+            )
             replica = GatewayReplica(None, lambda: stores, PlacementPolicy(), settings)
             http = httpx.AsyncClient(transport=httpx.ASGITransport(replica.__serve_build_asgi_app__()))
             assert (await http.get("http://g/healthz")).status_code == 200

@@ -111,6 +111,7 @@ MISTAKES: dict[str, tuple[Callable[[Objects], object], str]] = {
         lambda o: settings(o).pop("MEMSHARD_CHUNK_DISK_DIR"),
         "MEMSHARD_CHUNK_DISK_DIR \\(unset\\) lies on no volume",
     ),
+    "an API that needs no key": (lambda o: settings(o).pop("MEMSHARD_HOST"), "no request needs an API key"),
     "a variable that is no setting": (
         lambda o: settings(o).update(MEMSHARD_SHARD="2"),
         "MEMSHARD_SHARD is no setting",
