@@ -8,11 +8,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .SUFFIXES:
-<<<<<<< HEAD
-.PHONY: help up test test-models test-kernels test-gpu check format bench lock install clean
-=======
-.PHONY: help up test test-models test-gpu check manifests-check format bench lock install clean
->>>>>>> f7e3bae (Say what a cluster on Kubernetes is: manifests, overlays, images, and a check that refuses mistakes in them)
+.PHONY: help up test test-models test-kernels test-gpu check manifests-check format bench lock install clean
 MAKEFLAGS += --no-print-directory --no-builtin-rules
 
 UV_VERSION := 0.13.9
