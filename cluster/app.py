@@ -162,7 +162,6 @@ def how_many(settings: Settings) -> dict[str, Any]:
         min_replicas=settings.shards,
         initial_replicas=settings.shards,
         max_replicas=settings.max_shards,
-        metrics_interval_s=SCALE_UP_S / 2,
         look_back_period_s=SCALE_UP_S,
         upscale_delay_s=0,  # the policy has windows of its own
         downscale_delay_s=0,
