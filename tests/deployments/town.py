@@ -84,7 +84,24 @@ class LocalShards(Shards):
     async def status(self, shard: ShardId, deadline_s: float) -> ShardStatus:
         here = self.by_id[shard]
         users, facts = len(here.table), sum(map(len, here.table.memories()))
-        return ShardStatus(shard, MODEL, True, "", users, facts, len(here.ledger), 0, 0, (), dict(here.counters))
+        return ShardStatus(
+            shard,
+            MODEL,
+            True,
+            "",
+            users,
+            facts,
+            len(here.ledger),
+            0,
+            0,
+            (),
+            dict(here.counters),
+            canary=here.canary.verdict,
+        )
+
+    async def prove(self, shard: ShardId, deadline_s: float) -> ShardStatus:
+        await self.by_id[shard].canary.prove()
+        return await self.status(shard, deadline_s)
 
     async def metrics(self, shard: ShardId, deadline_s: float) -> str:
         return exposition.of_status(asdict(await self.status(shard, deadline_s)))
