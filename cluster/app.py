@@ -28,6 +28,7 @@ from sharding.pages import Pages
 from sharding.placement import PlacementPolicy
 from sharding.registry import Registry
 
+LOOK_BACK_S = 12.0  # Serve wants more than the interval at which replicas report, 10 s by its default
 SCALE_UP_S = 4.0
 """How long a load must last before a shard is started for it: longer than a burst, shorter than a person waits."""
 
@@ -162,7 +163,7 @@ def how_many(settings: Settings) -> dict[str, Any]:
         min_replicas=settings.shards,
         initial_replicas=settings.shards,
         max_replicas=settings.max_shards,
-        look_back_period_s=SCALE_UP_S,
+        look_back_period_s=LOOK_BACK_S,
         upscale_delay_s=0,  # the policy has windows of its own
         downscale_delay_s=0,
         policy=policy,

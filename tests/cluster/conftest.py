@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+import tests.deployments.quiet_ray  # noqa: F401  # before anything that imports ray
 from tests.cluster.whole_server import WholeServer
 
 
