@@ -77,13 +77,12 @@ class RedisToBreak:
         async with self._another:
             await self._another.wait_for(lambda: self._server.pid != pid)
 
-    def fill_disk(self) -> None:
-        """It can append no more: its files may not grow beyond what they are."""
+    async def fill_disk(self, for_s: float) -> None:
+        """It can append no more for so long: its files may not grow beyond what they are."""
         files = [file.stat().st_size for file in self._directory.rglob("*") if file.is_file()]
         self._file_limit = max(files, default=0)
         self._limit_files()
-
-    def empty_disk(self) -> None:
+        await asyncio.sleep(for_s)
         self._file_limit = None
         self._limit_files()
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+from collections.abc import Coroutine
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
 
 from cluster import processes
 from sharding.errors import MemshardError
+
+T = TypeVar("T")
 
 app = typer.Typer(help="Measure what the README quotes.", no_args_is_help=True)
 
@@ -117,13 +120,7 @@ def encode(
 
     console = Console()
     default = encode.QUICK_ROUNDS if quick else encode.ROUNDS
-    try:
-        with processes.interruptible():
-            measured = asyncio.run(encode.measure(model, console, *((rounds, rounds) if rounds else default)))
-    except KeyboardInterrupt:
-        raise typer.Exit(processes.INTERRUPTED) from None
-    finally:
-        console.show_cursor()
+    measured = run_to_end(encode.measure(model, console, *((rounds, rounds) if rounds else default)), console)
     console.print(encode_report.cost_table(measured), encode_report.chat_table(measured), sep="\n")
     if json is not None:
         Report.of("encode", list(encode_report.rows(measured))).write_json(json)
@@ -141,13 +138,7 @@ def tiers(quick: Quick = False, json: Json = None, model: Model = None) -> None:
     from benchmarks.results import Report
 
     console = Console()
-    try:
-        with processes.interruptible():
-            measured = asyncio.run(bench.measure(model, console, quick))
-    except KeyboardInterrupt:
-        raise typer.Exit(processes.INTERRUPTED) from None
-    finally:
-        console.show_cursor()
+    measured = run_to_end(bench.measure(model, console, quick), console)
     console.print(tiers_report.tier_table(measured), tiers_report.traffic_table(measured), sep="\n")
     if json is not None:
         Report.of("tiers", list(tiers_report.rows(measured))).write_json(json)
@@ -197,13 +188,7 @@ def quality(
     counts = tuple(k or (quality.QUICK_FACT_COUNTS if quick else quality.FACT_COUNTS))
     windows, nearest = window or [Settings.from_environment().window_facts], prefill_nearest or [0]
     arms = [Setting(facts, r, text_facts) for facts in windows for r in nearest]
-    try:
-        with processes.interruptible():
-            name, answers = asyncio.run(quality.run(model, people, counts, arms, console))
-    except KeyboardInterrupt:
-        raise typer.Exit(processes.INTERRUPTED) from None
-    finally:
-        console.show_cursor()
+    name, answers = run_to_end(quality.run(model, people, counts, arms, console), console)
     console.print(quality_report.table(name, answers), quality_report.kinds_table(answers), sep="\n")
     if json is not None:
         Report.of("quality", list(quality_report.rows(name, answers))).write_json(json)
@@ -224,6 +209,17 @@ def every(
     console.print(f"Written to {target}", highlight=False)
     if failed := [outcome.name for outcome in outcomes if outcome.status != 0]:
         raise MemshardError(f"{', '.join(failed)} failed; the page says how")
+
+
+def run_to_end(measuring: Coroutine[Any, Any, T], console: Console) -> T:
+    """What it measures; a signal undoes what it started, and ends the command with the status of an interruption."""
+    try:
+        with processes.interruptible():
+            return asyncio.run(measuring)
+    except KeyboardInterrupt:
+        raise typer.Exit(processes.INTERRUPTED) from None
+    finally:
+        console.show_cursor()
 
 
 def check_targets(*paths: Path | None) -> None:

@@ -37,7 +37,7 @@ def end_descendants(terminate_s: float = TERMINATE_S) -> None:
 
 def kill_descendants() -> None:
     """Kill every process below this one at once, those that appear meanwhile included, and reap them."""
-    while below := [p for p in psutil.Process().children(recursive=True) if _runs(p)]:
+    while below := [p for p in psutil.Process().children(recursive=True) if runs(p)]:
         _send(below, signal.SIGKILL)
         psutil.wait_procs(below, timeout=1.0)
 
@@ -93,7 +93,8 @@ def _send(processes: list[psutil.Process], number: signal.Signals) -> None:
             continue
 
 
-def _runs(process: psutil.Process) -> bool:
+def runs(process: psutil.Process) -> bool:
+    """Whether it is there, and more than what its parent has not reaped yet."""
     try:
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:

@@ -44,14 +44,6 @@ def as_user_id(value: str, field: str) -> UserId:
     return UserId(value)
 
 
-def query_user_id(request: Request) -> UserId:
-    """The query parameter `user_id`, which has to be there, once. Raises InvalidRequest."""
-    values = request.query_params.getlist("user_id")
-    if len(values) != 1:
-        raise InvalidRequest("The query parameter 'user_id' is required, once.", field="user_id")
-    return as_user_id(values[0], "user_id")
-
-
 def scopes_of(given: Mapping[str, str | None]) -> dict[str, str]:
     """The entities among the given fields, at least one, each name checked. Raises InvalidRequest."""
     named = {field: as_user_id(name, field) for field, name in given.items() if name is not None and field in FIELDS}

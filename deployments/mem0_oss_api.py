@@ -13,7 +13,7 @@ from deployments.api_docs import body, both_forms, query
 from deployments.bodies import parse_body, query_flag, query_int, query_scopes
 from deployments.callers import caller_of
 from deployments.mem0_bodies import AddRequest, SearchRequest, UpdateRequest, deletion_filter
-from deployments.mem0_platform_api import DEFAULT_THRESHOLD, entity_in_path
+from deployments.mem0_platform_api import entity_in_path
 from deployments.mem0_shapes import (
     Distilled,
     DistilledMemory,
@@ -24,12 +24,12 @@ from deployments.mem0_shapes import (
     Memory,
     Message,
     entity,
-    found,
     history,
     memory,
 )
 from deployments.memories import Memories
 from deployments.memories_api import SCOPES
+from deployments.searching import search_memories
 from deployments.settings import GatewaySettings
 from sharding.errors import NotOffered
 from sharding.filters import parse_filters
@@ -76,13 +76,7 @@ def _many(routes: APIRouter, memories: Memories, settings: GatewaySettings) -> N
 
     @both_forms(routes, "POST", "/search", openapi_extra=body(SearchRequest))
     async def search(request: Request) -> Found:
-        asked = parse_body(SearchRequest, await request.body())
-        top_k = asked.top_k or asked.limit or DEFAULT_TOP_K
-        threshold = DEFAULT_THRESHOLD if asked.threshold is None else asked.threshold
-        nearest = await memories.search(
-            caller_of(request), asked.query, asked.filter(), top_k, threshold, bool(asked.show_expired)
-        )
-        return Found(results=[found(one) for one in nearest])
+        return await search_memories(request, memories, DEFAULT_TOP_K)
 
 
 def _one(routes: APIRouter, memories: Memories, settings: GatewaySettings) -> None:

@@ -36,7 +36,6 @@ from deployments.mem0_shapes import (
     Message,
     entity,
     event,
-    found,
     history,
     memory,
     page_of,
@@ -44,13 +43,13 @@ from deployments.mem0_shapes import (
 )
 from deployments.memories import Memories
 from deployments.memories_api import PAGES, SCOPES, pages
+from deployments.searching import search_memories
 from deployments.settings import GatewaySettings
 from sharding.errors import MemshardError, NotFound, NotOffered
 from sharding.ids import UserId
 from sharding.scopes import FIELDS, KINDS, Entity
 
 DEFAULT_TOP_K = 10
-DEFAULT_THRESHOLD = 0.1
 BATCH_AT_ONCE = 8
 
 
@@ -88,13 +87,7 @@ def _whole(routes: APIRouter, memories: Memories, settings: GatewaySettings) -> 
 
     @both_forms(routes, "POST", "/v3/memories/search/", openapi_extra=body(SearchRequest))
     async def search(request: Request) -> Found:
-        asked = parse_body(SearchRequest, await request.body())
-        top_k = asked.top_k or asked.limit or DEFAULT_TOP_K
-        threshold = DEFAULT_THRESHOLD if asked.threshold is None else asked.threshold
-        nearest = await memories.search(
-            caller_of(request), asked.query, asked.filter(), top_k, threshold, bool(asked.show_expired)
-        )
-        return Found(results=[found(one) for one in nearest])
+        return await search_memories(request, memories, DEFAULT_TOP_K)
 
 
 def _one_memory(routes: APIRouter, memories: Memories, settings: GatewaySettings) -> None:

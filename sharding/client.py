@@ -67,6 +67,11 @@ def connect(url: str, *, timeout_s: float = 2.0, retries: int = 2) -> RedisClien
         raise StartupError(f"The Redis URL cannot be used: {error}") from error
 
 
+def as_text(reply: bytes | str) -> str:
+    """A reply of a client, which are bytes; of one that decodes them, as tests may use, they are text already."""
+    return reply if isinstance(reply, str) else reply.decode()
+
+
 class _Cluster(RedisCluster):
     """Guards against two faults of redis-py 8.1 under concurrent commands: those that come before it has read the
     cluster's layout go to a wrong node, and those running while it closes its connections (a cluster that is down) fail

@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import ValidationError
 from redis.asyncio import RedisCluster
 
-from sharding.client import RedisClient
+from sharding.client import RedisClient, as_text
 from sharding.errors import WrongShard
 from sharding.ids import Placement, ShardId, UserId
 from sharding.keys import KeySpace
@@ -71,7 +71,7 @@ class Directory:
             shard, epoch = await self._redis.hmget(self._keys.placement(user), ["shard", "epoch"])
         if shard is None or epoch is None:
             return None
-        return Placement(user, ShardId(_text(shard)), int(epoch))
+        return Placement(user, ShardId(as_text(shard)), int(epoch))
 
     async def entry(self, user: UserId) -> Entry | None:
         """Placement and usage, or None for a user who never had an owner. One round trip."""
@@ -82,8 +82,8 @@ class Directory:
         shard, epoch, tier, size, used = fields
         if epoch is None:
             return None
-        placement = None if shard is None else Placement(user, ShardId(_text(shard)), int(epoch))
-        return Entry(placement, Usage(_text(tier), int(size), float(used)) if tier is not None else None)
+        placement = None if shard is None else Placement(user, ShardId(as_text(shard)), int(epoch))
+        return Entry(placement, Usage(as_text(tier), int(size), float(used)) if tier is not None else None)
 
     async def note(self, usages: Iterable[tuple[Placement, Usage]]) -> None:
         """Keep what an owner says of its users; of those it owns no longer, nothing is changed."""
@@ -105,7 +105,7 @@ class Directory:
         arguments: list[str | int] = [shard, expected.shard, expected.epoch] if expected else [shard, "", 0]
         with redis_errors("claim a user"):
             owner, epoch = await self._claim([self._keys.placement(user)], arguments)
-        return Placement(user, ShardId(_text(owner)), int(epoch))
+        return Placement(user, ShardId(as_text(owner)), int(epoch))
 
     async def switch(self, placement: Placement, target: ShardId) -> Placement:
         """Hand the user to `target` under the next epoch. Raises `WrongShard` if `placement` no longer stands."""
@@ -147,7 +147,7 @@ class Directory:
         whole again, a shard without one is still named, as not `ready`.
         """
         with redis_errors("list the shards"):
-            ids = [ShardId(_text(member)) for member in sorted(await self._redis.smembers(self._keys.shards()))]
+            ids = [ShardId(as_text(member)) for member in sorted(await self._redis.smembers(self._keys.shards()))]
             if not ids:
                 return {}
             keys = [self._keys.beating(), self._keys.settling(), *map(self._keys.shard, ids)]
@@ -173,7 +173,7 @@ class Directory:
         """What `keep_verdict` kept under `name`, if that was not too long ago."""
         with redis_errors("look up what is known of the model"):
             found = await self._redis.get(self._keys.verdict(name))
-        return None if found is None else _text(found)
+        return None if found is None else as_text(found)
 
     async def keep_verdict(self, name: str, told: str) -> None:
         """Keep what a shard found out about the model, for those that start later: derived, and kept 90 days."""
@@ -227,10 +227,6 @@ def not_owner(placement: Placement) -> WrongShard:
 def _silent(shard: ShardId, model: str) -> ShardReport:
     """Of a shard that may live."""
     return ShardReport(shard=shard, model=model, ready=False, free_bytes=0, users=0, requests_in_flight=0)
-
-
-def _text(reply: bytes | str) -> str:
-    return reply if isinstance(reply, str) else reply.decode()
 
 
 def _parse_report(shard: ShardId, json: bytes | str) -> ShardReport | None:

@@ -19,7 +19,7 @@ from typing import Protocol
 
 from redis.commands.core import AsyncScript
 
-from sharding.client import RedisClient
+from sharding.client import RedisClient, as_text
 from sharding.fact_records import instant
 from sharding.ids import UserId
 from sharding.keys import KeySpace
@@ -69,7 +69,7 @@ class Registry(OwnerNames):
         """The owners that have memories told under `entity`."""
         with redis_errors("find whose memories these are"):
             members = await self._redis.smembers(self._of(tenant, entity))
-        return sorted(UserId(_text(member)) for member in members)
+        return sorted(UserId(as_text(member)) for member in members)
 
     async def owners_by_id(self, tenant: str, id: str) -> list[UserId]:
         """The owners that may have given out this id; mostly one, none for an id that is another tenant's."""
@@ -88,7 +88,7 @@ class Registry(OwnerNames):
                 seen, touched = await pipe.execute()
         last = dict(touched)
         found = [
-            EntitySeen(Entity(*_text(name).split(SEPARATOR, 1)), _instant(at_ms), _instant(last.get(name, at_ms)))
+            EntitySeen(Entity(*as_text(name).split(SEPARATOR, 1)), _instant(at_ms), _instant(last.get(name, at_ms)))
             for name, at_ms in seen
         ]
         return [one for one in found if kind in (None, one.entity.kind)]
@@ -105,10 +105,6 @@ class Registry(OwnerNames):
 
     def _of(self, tenant: str, entity: Entity) -> str:
         return f"{self._keys.tenant(tenant)}:of:{SEPARATOR.join(entity)}"
-
-
-def _text(reply: bytes | str) -> str:
-    return reply if isinstance(reply, str) else reply.decode()
 
 
 def _instant(at_ms: float) -> str:

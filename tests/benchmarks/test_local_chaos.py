@@ -24,9 +24,7 @@ async def _redis(cluster: LocalChaos, rng: random.Random) -> None:
 
 
 async def _disk(cluster: LocalChaos, rng: random.Random) -> None:
-    cluster.redis.fill_disk()
-    await asyncio.sleep(DISK_FULL_S)
-    cluster.redis.empty_disk()
+    await cluster.redis.fill_disk(DISK_FULL_S)
 
 
 FAULTS = {

@@ -6,6 +6,7 @@ import time
 
 import psutil
 
+from cluster.processes import runs
 from tests.cluster.test_whole_path import FACTS
 from tests.cluster.whole_server import WholeServer
 
@@ -28,13 +29,6 @@ def running(server: WholeServer) -> list[psutil.Process]:
 
 def _title(process: psutil.Process) -> str:
     return " ".join([process.name(), *process.cmdline()])
-
-
-def runs(process: psutil.Process) -> bool:
-    try:
-        return bool(process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
 
 
 def test_a_killed_replica_leaves_no_process_and_no_user_behind_and_is_replaced(server: WholeServer) -> None:

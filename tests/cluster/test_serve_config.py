@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -26,19 +25,12 @@ from cluster.models import prepare_language_model
 from cluster.ray_node import ENVIRONMENT
 from cluster.settings import Settings
 from k8s.check import OVERLAYS, built
+from tests.sharding.every_redis import free_ports
 
 pytestmark = pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl builds the overlay")
 
 START_S = 240.0  # 55 s on two idle cores
 BIN = Path(sys.executable).parent
-
-
-def free_ports(count: int) -> list[int]:
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [int(probe.getsockname()[1]) for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
 
 
 def serve_config(port: int) -> dict[str, Any]:

@@ -14,12 +14,14 @@ import pytest
 import quiet_ray  # noqa: F401  # before anything that imports ray
 import uvicorn
 from gateway_fakes import Cluster
+from redis.asyncio import Redis
 from slow_engine import STEP_TOKENS, SlowEngine
 
 from connector.ledger import ChunkLedger
 from deployments.encode_pace import EncodePace
 from deployments.encoder import Encoder
 from deployments.gateway import create_app
+from sharding.client import connect
 from tests.deployments.town import Town, a_town
 from tests.sharding.real_valkey import Valkey, running_valkey
 
@@ -47,6 +49,14 @@ def server_url(cluster: Cluster) -> Iterator[str]:
 def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Valkey]:
     with running_valkey(tmp_path_factory.mktemp("valkey")) as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+async def own_valkey(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[Redis, str]]:
+    """A server that a module's tests may empty: a client of it, and its address."""
+    with running_valkey(tmp_path_factory.mktemp("v")) as server:
+        async with connect(server.url) as redis:
+            yield redis, server.url
 
 
 @pytest.fixture(scope="session")

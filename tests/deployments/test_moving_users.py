@@ -15,12 +15,10 @@ from tiered_shard import TieredShard, chunk_files, tiered_shard
 from deployments.deterministic import mark
 from deployments.memory_calls import MoveCall, MoveReport
 from deployments.mover import _Move
-from sharding.client import connect
 from sharding.errors import EngineFailed, InvalidRequest, Unavailable, WrongShard
 from sharding.ids import Placement, ShardId, UserId
 from sharding.move import DROP_TRIES, Do, End, Outcome
 from sharding.placement import PlacementPolicy, ShardReport
-from tests.sharding.real_valkey import running_valkey
 
 ALICE = UserId("alice")
 FACTS = [f"boat {n} is called {name}" for n, name in enumerate(("Anna", "Berta", "Clara", "Dora", "Emma", "Frida"))]
@@ -77,16 +75,9 @@ class Pair:
                     await shard.told(Placement(ALICE, shard.me, placement.epoch - 1), "too late")
 
 
-@pytest.fixture(scope="module")
-async def valkey(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[Redis, str]]:
-    with running_valkey(tmp_path_factory.mktemp("v")) as server:
-        async with connect(server.url) as redis:
-            yield redis, server.url
-
-
 @pytest.fixture(params=["by a shared path", "by encoding again"])
-async def pair(valkey: tuple[Redis, str], tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
-    redis, url = valkey
+async def pair(own_valkey: tuple[Redis, str], tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
+    redis, url = own_valkey
     await redis.flushall()
     shared = {"chunk_shared_url": str(tmp_path / "shared"), "chunk_shared_bytes": 1 << 30}
     async with AsyncExitStack() as open_shards:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -14,32 +13,23 @@ from connector.chunk_file import HEADER_BYTES, owner_of
 from connector.memory_counts import Reason
 from deployments.deterministic import DeterministicEngine, mark
 from deployments.memory_calls import ForgetCall
-from sharding.client import connect
 from sharding.ids import Placement, ShardId, UserId
 from sharding.placement import ShardReport
-from tests.sharding.real_valkey import running_valkey
 
 NAMES = ("Anna", "Berta", "Clara", "Dora", "Emma", "Frida", "Greta", "Hanna")
 FACTS = [f"boat {n} is called {name}" for n, name in enumerate(NAMES)]
 QUESTION = "What is boat called?"
 
 
-@pytest.fixture(scope="module")
-async def valkey(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[Redis, str]]:
-    with running_valkey(tmp_path_factory.mktemp("v")) as server:
-        async with connect(server.url) as redis:
-            yield redis, server.url
+@pytest.fixture
+async def redis(own_valkey: tuple[Redis, str]) -> Redis:
+    await own_valkey[0].flushall()
+    return own_valkey[0]
 
 
 @pytest.fixture
-async def redis(valkey: tuple[Redis, str]) -> Redis:
-    await valkey[0].flushall()
-    return valkey[0]
-
-
-@pytest.fixture
-def url(valkey: tuple[Redis, str]) -> str:
-    return valkey[1]
+def url(own_valkey: tuple[Redis, str]) -> str:
+    return own_valkey[1]
 
 
 async def test_a_user_larger_than_the_device_is_answered_from_lower_tiers_without_prefilling_a_fact(

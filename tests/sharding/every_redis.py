@@ -92,7 +92,7 @@ def _servers(
     ports: list[int] = []
     processes: list[subprocess.Popen[bytes]] = []
     try:
-        free = _free_ports(2 * count)
+        free = free_ports(2 * count)
         for port, bus_port in zip(free[:count], free[count:], strict=True):
             (folder / str(port)).mkdir()
             (folder / str(port) / "bus").write_text(str(bus_port))
@@ -116,7 +116,7 @@ def _bus_of(folder: Path, port: int) -> int:
     return int((folder / str(port) / "bus").read_text())
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     """All at once, so that no two are the same."""
     probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [int(probe.getsockname()[1]) for probe in probes]
