@@ -73,7 +73,7 @@ class RayNode:
             )
         except BaseException as failure:
             self.stop()
-            if isinstance(failure, RuntimeError | OSError | ValueError):
+            if isinstance(failure, Exception):  # Ray raises bare ones, too
                 raise StartupError(f"Ray did not start: {_last_line(str(failure))}") from failure
             raise
         processes.listen_again()

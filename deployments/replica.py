@@ -176,6 +176,8 @@ class ShardReplica:
 
     async def check_health(self) -> None:
         """Called by Serve; raising makes it replace this replica."""
+        if self._shard.engine.dead:
+            self._free_cores()
         await self._shard.engine.check_health()
         if self._beating.done():
             raise RuntimeError("the heartbeat has stopped")
@@ -184,13 +186,17 @@ class ShardReplica:
         """Called by Serve once requests have drained: leave the directory, end the engine."""
         if self._running is not None:  # else the start failed, and has undone itself
             await self._running.aclose()
+        self._free_cores()
+
+    def _free_cores(self) -> None:
+        """For the replacement, which may start before this process has ended; the engine is gone."""
         if self._held is not None:
             self._held.close()
 
     async def _hand_over(self) -> None:
         """Where others see this shard's files, users go on there with their chunks. Nothing rests on it: without such
         files they are claimed when they come, and this machine's files wait for its next shard."""
-        if all(tier.exclusive for tier in self._shard.tiers.files):
+        if self._shard.engine.dead or all(tier.exclusive for tier in self._shard.tiers.files):
             return
         report = await self.drain(self._settings.drain_s)
         if isinstance(report, MemshardError):
@@ -210,6 +216,7 @@ class ShardReplica:
             else:
                 with suppress(Unavailable):  # is told with a later one
                     await self._shard.usage.tell(self._directory)
+        self._free_cores()
         await self._retire()
 
     async def _beat(self) -> None:

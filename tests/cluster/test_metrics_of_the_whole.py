@@ -61,7 +61,8 @@ def prometheus(asked: WholeServer, tmp_path: Path) -> Iterator[httpx.Client]:
     with (tmp_path / "prometheus.log").open("w") as log:
         running = subprocess.Popen(command, stdout=log, stderr=log)
     try:
-        yield httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False)
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
+            yield client
     finally:
         running.send_signal(signal.SIGTERM)
         running.wait(20)

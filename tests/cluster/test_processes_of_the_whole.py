@@ -79,6 +79,6 @@ def test_engines_run_as_fast_as_anything_else_on_the_machine(server: WholeServer
 def test_each_engine_computes_on_cores_of_its_own(server: WholeServer) -> None:
     server.wait_whole()
     cores = [set(process.cpu_affinity()) for process in running(server) if "VLLM::Worker" in _title(process)]
-    assert len(cores) == 2
+    assert len(cores) == 2, [_title(process) for process in running(server)]
     if (psutil.cpu_count() or 1) > 1:
         assert not set.intersection(*cores)
