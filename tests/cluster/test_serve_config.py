@@ -25,7 +25,7 @@ from cluster.models import prepare_language_model
 from cluster.ray_node import ENVIRONMENT
 from cluster.settings import Settings
 from k8s.check import OVERLAYS, built
-from tests.sharding.every_redis import free_ports
+from tests.ports import free_ports
 
 pytestmark = pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl builds the overlay")
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +15,8 @@ from typing import Any
 
 import redis
 from real_valkey import binary
+
+from tests.ports import free_ports
 
 DEADLINE_S = 20.0
 DOWN_AFTER_MS = 500
@@ -114,15 +115,6 @@ def _servers(
 
 def _bus_of(folder: Path, port: int) -> int:
     return int((folder / str(port) / "bus").read_text())
-
-
-def free_ports(count: int) -> list[int]:
-    """All at once, so that no two are the same."""
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [int(probe.getsockname()[1]) for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
 
 
 def _until(ready: Callable[[], Any]) -> None:
