@@ -41,18 +41,16 @@ def simulate(
     from benchmarks.simulation import simulate as run
     from cluster.embedded_redis import EmbeddedRedis
     from sharding.client import connect
-    from sharding.directory import Directory
     from sharding.keys import KeySpace
 
     console = Console()
 
     async def simulated(url: str) -> Simulated:
         async with connect(url, timeout_s=30.0) as redis:
-            directory = Directory(redis, KeySpace("simulated", "model"))
             with console.status("Beginning") as spinner:
                 return await run(
-                    directory,
                     redis,
+                    KeySpace("simulated", "model"),
                     users=users,
                     shards=shards,
                     minutes=minutes,

@@ -16,9 +16,10 @@ from tests.sharding.real_valkey import running_valkey
 async def test_after_arrivals_deaths_and_moves_redis_names_the_same_living_owners(tmp_path: Path) -> None:
     with running_valkey(tmp_path) as server:
         async with connect(server.url) as redis:
-            directory = Directory(redis, KeySpace("n", "m"))
-            world = World(directory, users=600, shards=6, zipf=1.0, seed=1)
-            await world.claim(world.arrive(600), [])
+            directory = Directory(redis, keys := KeySpace("n", "m"))
+            world = World(redis, keys, users=600, shards=6, zipf=1.0, seed=1)
+            await world.claim(world.arrive(300), [])
+            await world.fill(world.arrive(300))
             past: list[Moved] = []
             minutes = [await world.live(at, int(at == 2), past, RebalancingPolicy()) for at in range(6)]
             assert sum(minute.died for minute in minutes) == 1
@@ -35,9 +36,8 @@ async def test_after_arrivals_deaths_and_moves_redis_names_the_same_living_owner
 async def test_the_same_seed_places_and_moves_alike(tmp_path: Path) -> None:
     async def once(namespace: str) -> Simulated:
         async with connect(server.url) as redis:
-            directory = Directory(redis, KeySpace(namespace, "m"))
             sizes = {"users": 300, "shards": 5, "minutes": 4, "zipf": 1.0, "deaths_per_hour": 0.0, "seed": 3}
-            return await simulate(directory, redis, **sizes, went_on=lambda _: None)
+            return await simulate(redis, KeySpace(namespace, "m"), **sizes, went_on=lambda _: None)
 
     with running_valkey(tmp_path) as server:
         one, other = await once("a"), await once("b")
