@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -22,22 +23,27 @@ def chaos(
     seed: Annotated[int, typer.Option(help="Which faults strike whom follows from it.")] = 0,
     minutes: Annotated[float, typer.Option(min=0, help="Every kind of fault strikes once, and more until then.")] = 5.0,
     faults: Annotated[str | None, typer.Option(help="Kinds of faults, by default all.")] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(exists=True, file_okay=False, help="Of a model to serve; by default none, but 4 shards."),
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help=f"Only {QUICK}, each once.")] = False,
 ) -> None:
-    """Start a cluster of three Ray nodes and four shards without a model, break it, and check every answer against what
-    was acknowledged. Exit status 1 where a promise was not kept."""
+    """Start a cluster of three Ray nodes and four shards without a model (or two with one), break it, and check every
+    answer against what was acknowledged. Exit status 1 where a promise was not kept."""
     from benchmarks.chaos_faults import FAULTS
 
-    kinds = faults.split(",") if faults is not None else QUICK.split(",") if quick else list(FAULTS)
-    if unknown := set(kinds) - FAULTS.keys():
-        raise MemshardError(f"--faults names {', '.join(sorted(unknown))}; there are {', '.join(FAULTS)}")
+    there_are = [kind for kind, fault in FAULTS.items() if model is not None or not fault.with_model]
+    kinds = faults.split(",") if faults is not None else QUICK.split(",") if quick else there_are
+    if unknown := set(kinds) - set(there_are):
+        raise MemshardError(f"--faults names {', '.join(sorted(unknown))}; there are {', '.join(there_are)}")
     from benchmarks.chaos_run import run
 
     console = Console()
     processes.adopt_orphans()
     try:
         with processes.interruptible():
-            outcome = asyncio.run(run(seed, kinds, 0.0 if quick else 60 * minutes, console.print))
+            outcome = asyncio.run(run(seed, kinds, 0.0 if quick else 60 * minutes, console.print, model))
     except KeyboardInterrupt:
         raise typer.Exit(processes.INTERRUPTED) from None
     finally:

@@ -1,5 +1,5 @@
-"""A cluster to break: several Ray nodes on this machine, shards with the deterministic engine, an embedded Redis behind
-a proxy. All but the model is the product's own.
+"""A cluster to break: several Ray nodes on this machine, shards with the deterministic engine or a model, an embedded
+Redis behind a proxy. All but the deterministic engine is the product's own.
 
     this process ─┬ Redis (revived where it ends, as `memshard serve` does)  ◄─ proxy ◄─ every shard and gateway
                   ├ head node: Serve's controller and proxy, gateways
@@ -18,6 +18,7 @@ import shutil
 import tempfile
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -25,19 +26,21 @@ from typing import Any
 import httpx
 import psutil
 
+from benchmarks import chaos_shard
 from benchmarks.chaos_proxy import RedisProxy
 from benchmarks.server import free_port
-from cluster import processes
+from cluster import models, processes
 from cluster.embedded_redis import EmbeddedRedis
 from cluster.settings import Settings
 from deployments import deterministic
 from sharding.errors import StartupError
 
 SHARDS = 4
+SHARDS_OF_A_MODEL = 2
 GATEWAYS = 2
 SHARD_NODES = 2
-START_S = 120.0
-WHOLE_S = 60.0
+START_S = 180.0
+WHOLE_S = 90.0
 OBJECT_STORE_BYTES = 80 << 20
 NOWHERE = Path("/nonexistent")  # there is no model
 REVIVE_EVERY_S = 0.5
@@ -46,6 +49,13 @@ HEARTBEAT_TTL_S = 2.0
 SHARD = "ServeReplica:memshard:Shard"
 GATEWAY = "ServeReplica:memshard:Gateway"
 CONTROLLER = "ServeController"
+ENGINE = (chaos_shard.ENGINE, "EngineCore")
+WORKER = ("VLLM::Worker",)
+
+
+def user_name(number: int) -> str:
+    """Of the run's users."""
+    return f"chaos-{number}"
 
 
 class RedisToBreak:
@@ -108,19 +118,27 @@ class RedisToBreak:
 class ChaosCluster:
     """`await start()`, `url` to talk to, `await stop()`. Lives on the main thread's event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: Path | None = None) -> None:
+        """`model`: the directory of one to serve, in place of the deterministic engine."""
         self.directory = Path(tempfile.mkdtemp(prefix="memshard-chaos-", dir="/tmp"))
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
+        self.exact = model is None
+        self.served_name = deterministic.NAME if model is None else "chaos-model"
+        self.shards = SHARDS if model is None else SHARDS_OF_A_MODEL
+        self._model = model
         self._settings: dict[str, Any] = {
             "port": port,
-            "shards": SHARDS,
+            "shards": self.shards,
             "gateways": GATEWAYS,
             "place_by_resource": True,
             "state_dir": self.directory,
-            "served_model_name": deterministic.NAME,
-            "max_model_len": deterministic.MAX_MODEL_LEN,
+            "served_model_name": self.served_name,
+            "max_model_len": deterministic.MAX_MODEL_LEN if model is None else None,
+            "kv_cache_bytes": 128 << 20,
             "chunk_device_bytes": 64 << 20,
+            "chunk_shared_url": str(self.directory / "shared"),
+            "prefill_nearest": 0,
             "heartbeat_interval_s": HEARTBEAT_TTL_S / 4,
             "heartbeat_ttl_s": HEARTBEAT_TTL_S,
             "request_deadline_s": 30.0,
@@ -163,12 +181,13 @@ class ChaosCluster:
             logging.getLogger(name).setLevel(logging.CRITICAL)
         http = {"host": settings.host, "port": settings.port}
         serve.start(proxy_location="HeadOnly", http_options=http, logging_config={"log_level": "ERROR"})
+        opens = chaos_shard.open_deterministic if self._model is None else chaos_shard.open_real
         application = build(
             settings,
             redis_url=redis_url,
-            model_path=NOWHERE,
-            embedding_path=NOWHERE,
-            open_shard=deterministic.open_shard,
+            model_path=self._model or NOWHERE,
+            embedding_path=NOWHERE if self._model is None else models.embedding_model(settings),
+            open_shard=partial(opens, self.directory),
         )
         serve.run_many(
             [serve.RunTarget(application, name=APPLICATION, route_prefix="/")],
@@ -196,7 +215,7 @@ class ChaosCluster:
                 with suppress(httpx.HTTPError, ValueError):
                     shards = (await client.get("/status")).json()["shards"]
                     last = [shard.get("reachable") for shard in shards]
-                    alive = len(shards) == SHARDS and all(shard.get("reachable", True) for shard in shards)
+                    alive = len(shards) == self.shards and all(shard.get("reachable", True) for shard in shards)
                     if alive and len(self.processes(GATEWAY)) == GATEWAYS:
                         return
                 await asyncio.sleep(0.2)
@@ -204,14 +223,25 @@ class ChaosCluster:
 
     # -- what can be broken -----------------------------------------------------------------------------------------
 
-    def processes(self, kind: str) -> list[psutil.Process]:
-        """SHARD, GATEWAY or CONTROLLER processes, by age."""
+    def processes(self, *kind: str) -> list[psutil.Process]:
+        """SHARD, GATEWAY, CONTROLLER, ENGINE or WORKER processes, by age."""
         found = []
         for process in psutil.Process().children(recursive=True):
             with suppress(psutil.Error):
-                if kind in " ".join(process.cmdline()) and process.status() != psutil.STATUS_ZOMBIE:
+                title = " ".join([process.name(), *process.cmdline()])
+                if any(one in title for one in kind) and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
         return sorted(found, key=lambda process: process.create_time())
+
+    def shard_pids(self) -> dict[str, int]:
+        """The process of every shard that ever started, by its id."""
+        return {file.name: int(file.read_text()) for file in (self.directory / "shards").iterdir()}
+
+    def fill_disk(self, process: psutil.Process, full: bool) -> None:
+        """A process can write to no file while its disk is full."""
+        soft = 0 if full else resource.RLIM_INFINITY
+        with suppress(psutil.NoSuchProcess, ProcessLookupError):
+            process.rlimit(psutil.RLIMIT_FSIZE, (soft, resource.RLIM_INFINITY))
 
     def shard_nodes(self) -> list[Any]:
         """The nodes that shards run on."""
@@ -229,4 +259,4 @@ class ChaosCluster:
     def add_node(self) -> None:
         from cluster.app import SHARD_RESOURCE
 
-        self._ray.add_node(num_cpus=1, object_store_memory=OBJECT_STORE_BYTES, resources={SHARD_RESOURCE: SHARDS})
+        self._ray.add_node(num_cpus=1, object_store_memory=OBJECT_STORE_BYTES, resources={SHARD_RESOURCE: self.shards})

@@ -26,6 +26,7 @@ class History:
     must: dict[str, str | None] = field(default_factory=dict)  # text -> id, where it is known
     may: set[str] = field(default_factory=set)
     count: int = 0
+    text_of: dict[str, str] = field(default_factory=dict)  # of every id that was ever acknowledged
 
     def next_text(self) -> str:
         """A fact that was not told before and names its user."""
@@ -36,6 +37,7 @@ class History:
         """A telling was acknowledged."""
         self.may.discard(text)
         self.must[text] = id
+        self.text_of[id] = text
 
     def deleted(self, text: str) -> None:
         """A deletion was acknowledged."""
@@ -59,6 +61,18 @@ class History:
         marks = text.split(" ")[2:]
         names = {mark(known): known for known in (*self.must, *self.may)}
         return self._wrong(marks, names)
+
+    def served(self, ids: Iterable[str]) -> str | None:
+        """What is wrong about the facts that an answer says it was given, by id. One whose telling was not acknowledged
+        has none yet."""
+        given = list(ids)
+        unnamed = [id for id in given if id not in self.text_of]
+        doubtful = self.may - {self.text_of[id] for id in given if id in self.text_of}
+        if len(unnamed) > len(doubtful):
+            return f"{self.user} was served a fact that was never told"
+        texts = [self.text_of[id] for id in given if id in self.text_of]
+        names = {text: text for text in (*self.must, *self.may)}
+        return self._wrong(texts, names)
 
     def _wrong(self, shown: Iterable[str], names: dict[str, str]) -> str | None:
         known = [names.get(one) for one in shown]

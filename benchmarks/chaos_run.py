@@ -8,31 +8,27 @@ strikes. What a fault is, and whom, follows from the seed; when answers come doe
 from __future__ import annotations
 
 import asyncio
-import json
-import math
 import random
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
 
-from benchmarks.chaos_cluster import ChaosCluster
+from benchmarks.chaos_cluster import ChaosCluster, user_name
 from benchmarks.chaos_faults import FAULTS, Allowed
-from benchmarks.chaos_history import History
-from deployments import deterministic
+from benchmarks.chaos_talker import PLENTY, SCARCE, Talker
 from sharding.errors import StartupError
 
 USERS = 16
+USERS_OF_A_MODEL = 6
 BACK_S = 10.0
 REQUEST_S = 40.0  # longer than the gateway's own deadline
-THINK_S = 0.1  # mean
 SETTLE_S = 1.0  # between two faults
 NOTICED_S = 0.5  # until nobody is sent to a gateway that was killed
-MOST_FACTS = 60  # fewer than are retrieved for a question
-TOP_K = 100
 
 Say = Callable[[str], None]
 
@@ -65,9 +61,10 @@ class Outcome:
         return [*self.wrong, *late, *failed]
 
 
-async def run(seed: int, kinds: Sequence[str], seconds: float, say: Say) -> Outcome:
-    """Strikes with faults of these kinds for `seconds`, each at least once. Raises `StartupError`."""
-    cluster = ChaosCluster()
+async def run(seed: int, kinds: Sequence[str], seconds: float, say: Say, model: Path | None = None) -> Outcome:
+    """Strikes with faults of these kinds for `seconds`, each at least once. `model`: the directory of one to serve, in
+    place of the deterministic engine. Raises `StartupError`."""
+    cluster = ChaosCluster(model)
     try:
         say("Starting a cluster")
         await cluster.start()
@@ -80,7 +77,10 @@ async def run(seed: int, kinds: Sequence[str], seconds: float, say: Say) -> Outc
 async def _break(cluster: ChaosCluster, rng: random.Random, kinds: Sequence[str], seconds: float, say: Say) -> Outcome:
     limits = httpx.Limits(max_connections=4 * USERS, max_keepalive_connections=0)  # a dead gateway's are not kept
     async with httpx.AsyncClient(base_url=cluster.url, timeout=REQUEST_S, limits=limits, trust_env=False) as http:
-        crowd = [Talker(f"chaos-{n}", http, random.Random(rng.random())) for n in range(USERS)]
+        manners, users = (PLENTY, USERS) if cluster.exact else (SCARCE, USERS_OF_A_MODEL)
+        crowd = [
+            Talker(user_name(n), http, random.Random(rng.random()), cluster.served_name, manners) for n in range(users)
+        ]
         talking = [asyncio.create_task(talker.talk()) for talker in crowd]
         strikes: list[Strike] = []
         try:
@@ -137,6 +137,7 @@ async def strike(
         for failure in talker.failures:
             result.failures[failure.what] += 1
             allowed = {
+                "nothing": False,
                 "begun streams": failure.first_token_sent,
                 "requests in flight": failure.began <= over + NOTICED_S,
                 "anything while it lasts": failure.began <= over + BACK_S,
@@ -153,150 +154,3 @@ async def all_served(crowd: Sequence[Talker], since: float, deadline_s: float) -
             return max(talker.first_after(since) for talker in crowd) - since
         await asyncio.sleep(0.05)
     return passed
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    what: str
-    began: float
-    first_token_sent: bool
-
-
-class Talker:
-    """One user, who does one thing at a time and believes what was acknowledged."""
-
-    def __init__(self, user: str, http: httpx.AsyncClient, rng: random.Random) -> None:
-        self.history = History(user)
-        self.wrong: list[str] = []
-        self.failures: list[Failure] = []
-        self.requests = 0
-        self.slowest_s = 0.0
-        self.served_since = 0.0  # when the last request that succeeded was sent
-        self.stopping = False
-        self._successes: list[tuple[float, float]] = []  # sent, answered
-        self._http = http
-        self._rng = rng
-
-    def first_after(self, since: float) -> float:
-        """When the first request that was sent after `since` was answered."""
-        return min(answered for sent, answered in self._successes if sent > since)
-
-    async def talk(self, requests: float = math.inf) -> None:
-        """Until `stopping`, or for so many requests."""
-        await self.add()
-        while not self.stopping and self.requests < requests:
-            known = [text for text, id in self.history.must.items() if id is not None]
-            draw = self._rng.random()
-            if draw < 0.25 and len(self.history.must) + len(self.history.may) < MOST_FACTS:
-                await self.add()
-            elif draw < 0.35 and known:
-                await self.delete(self._rng.choice(known))
-            elif draw < 0.45:
-                await self.list_facts()
-            else:
-                await self.chat(stream=draw < 0.75)
-            await asyncio.sleep(self._rng.expovariate(1 / THINK_S))
-
-    async def add(self) -> None:
-        text = self.history.next_text()
-        self.history.may.add(text)
-        body = {"user_id": self.history.user, "messages": [{"role": "user", "content": text}], "infer": False}
-        answer = await self._send("POST", "/v1/memories", json=body)
-        if answer is not None:
-            self.history.told(text, answer["results"][0]["id"])
-
-    async def delete(self, text: str) -> None:
-        id = self.history.must[text]
-        answer = await self._send(
-            "DELETE", f"/v1/memories/{id}/", params={"user_id": self.history.user}, missing_is_fine=False
-        )
-        if answer is None:
-            self.history.doubtful(text)
-        else:
-            self.history.deleted(text)
-
-    async def list_facts(self) -> None:
-        params = {"user_id": self.history.user, "page_size": 2 * MOST_FACTS}
-        answer = await self._send("GET", "/v1/memories", params=params)
-        if answer is not None:
-            self._judge(self.history.listed({one["memory"]: one["id"] for one in answer["results"]}))
-
-    async def chat(self, stream: bool) -> None:
-        body = {
-            "model": deterministic.NAME,
-            "user_id": self.history.user,
-            "messages": [{"role": "user", "content": f"What is in the box, case {self._rng.randrange(10**6)}?"}],
-            "memory": {"top_k": TOP_K},
-            "max_tokens": 2 * TOP_K,
-            "stream": stream,
-        }
-        if stream:
-            text = await self._stream(body)
-        else:
-            answer = await self._send("POST", "/v1/chat/completions", json=body)
-            text = None if answer is None else answer["choices"][0]["message"]["content"]
-        if text is not None:
-            self._judge(self.history.answered(text))
-
-    async def _stream(self, body: dict[str, object]) -> str | None:
-        began, text, ended = time.monotonic(), "", False
-        try:
-            async with self._http.stream("POST", "/v1/chat/completions", json=body) as response:
-                if response.status_code != 200:
-                    await response.aread()
-                    self._failed(began, f"stream {response.status_code}", False)
-                    return None
-                async for line in response.aiter_lines():
-                    data = line.removeprefix("data: ")
-                    if data == "[DONE]":
-                        ended = True
-                    elif data.startswith("{"):
-                        event = json.loads(data)
-                        if "error" in event:
-                            self._failed(began, f"stream ended: {event['error']['message'][:60]}", bool(text))
-                            return None
-                        text += "".join(choice["delta"].get("content") or "" for choice in event["choices"])
-        except httpx.HTTPError as error:
-            self._failed(began, f"stream {type(error).__name__}", bool(text))
-            return None
-        if not ended:
-            self._failed(began, "stream cut", bool(text))
-            return None
-        self._succeeded(began)
-        return text
-
-    async def _send(self, method: str, path: str, missing_is_fine: bool = False, **request: object) -> dict | None:  # type: ignore[type-arg]
-        began = time.monotonic()
-        try:
-            response = await self._http.request(method, path, **request)  # type: ignore[arg-type]
-        except httpx.HTTPError as error:
-            self._failed(began, f"{method} {type(error).__name__}", False)
-            return None
-        if response.status_code >= 300:
-            self._failed(began, f"{method} {path.split('/')[2]} {response.status_code} {_said(response)}", False)
-            return None
-        self._succeeded(began)
-        answer: dict[str, object] = response.json() if response.content else {}
-        return answer
-
-    def _succeeded(self, began: float) -> None:
-        self.requests += 1
-        self.served_since = began
-        now = time.monotonic()
-        self.slowest_s = max(self.slowest_s, now - began)
-        self._successes = [*self._successes[-500:], (began, now)]
-
-    def _failed(self, began: float, what: str, first_token_sent: bool) -> None:
-        self.requests += 1
-        self.failures.append(Failure(what, began, first_token_sent))
-
-    def _judge(self, wrong: str | None) -> None:
-        if wrong is not None:
-            self.wrong.append(wrong)
-
-
-def _said(response: httpx.Response) -> str:
-    try:
-        return str(response.json()["error"]["message"])[:60]
-    except (ValueError, KeyError, TypeError):
-        return response.text[:60]

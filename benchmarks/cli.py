@@ -159,6 +159,24 @@ def search(quick: Quick = False, json: Json = None) -> None:
 
 
 @app.command()
+def route(quick: Quick = False, json: Json = None) -> None:
+    """What the pinned router costs over a plain Ray handle, and that a full shard delays no other."""
+    check_targets(json, None)
+    from benchmarks import route as bench
+    from benchmarks.results import Report
+
+    console = Console()
+    try:
+        with processes.interruptible():
+            routed = bench.measure(console, quick)
+    except KeyboardInterrupt:
+        raise typer.Exit(processes.INTERRUPTED) from None
+    console.print(bench.table(routed))
+    if json is not None:
+        Report.of("route", list(routed.rows())).write_json(json)
+
+
+@app.command()
 def quality(
     quick: Quick = False,
     json: Json = None,

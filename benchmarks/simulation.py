@@ -4,8 +4,8 @@
     live       a virtual minute after the other: traffic by popularity, memories that grow, newcomers, shards that die;
                every claim and every switch goes through the directory, the rebalancing policy says who moves
 
-Time is virtual but for the first claims, which are timed. Popularity is Zipf's, but nobody asks more than `BUSIEST` of what a
-mean shard is asked: a user cannot be split, so one who asked more would be beyond any placement.
+Time is virtual but for the first claims, which are timed. Popularity is Zipf's, but nobody asks more than `BUSIEST` of
+what a mean shard is asked: a user cannot be split, so one who asked more would be beyond any placement.
 """
 
 from __future__ import annotations

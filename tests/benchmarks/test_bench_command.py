@@ -32,4 +32,4 @@ def test_what_cannot_work_is_one_line(arguments: tuple[str, ...], reason: str) -
 def test_help_names_the_benchmarks() -> None:
     done = bench("--help")
     assert done.returncode == 0
-    assert {"ttft", "compose", "encode", "search"} <= set(done.stdout.split())
+    assert {"ttft", "compose", "encode", "route", "search"} <= set(done.stdout.split())

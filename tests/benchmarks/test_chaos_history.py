@@ -12,7 +12,7 @@ import httpx
 
 from benchmarks.chaos_history import History
 from benchmarks.chaos_proxy import RedisProxy
-from benchmarks.chaos_run import Talker
+from benchmarks.chaos_talker import Talker
 from cluster.embedded_redis import EmbeddedRedis
 from deployments.deterministic import answer
 from sharding.client import connect
@@ -59,6 +59,20 @@ def test_a_fact_served_twice_is_wrong() -> None:
     history = History("ada")
     history.told("one", "id")
     assert "twice" in (history.answered(answer(["one", "one"])) or "")
+
+
+def test_ids_that_an_answer_was_given_are_those_of_what_was_told() -> None:
+    history = History("ada")
+    for text in ("one", "two"):
+        history.told(text, f"id-{text}")
+    assert history.served(["id-two", "id-one"]) is None
+    assert "without 1 facts" in (history.served(["id-one"]) or "")
+    assert "never told" in (history.served(["id-one", "id-two", "bob's"]) or "")
+    history.may.add("perhaps")
+    assert history.served(["id-one", "id-two", "its"]) is None
+    assert "never told" in (history.served(["id-one", "id-two", "its", "bob's"]) or "")
+    history.deleted("one")
+    assert "deleted" in (history.served(["id-one", "id-two"]) or "")
 
 
 async def test_users_who_talk_to_a_whole_cluster_find_nothing_wrong(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.chaos_run import BACK_S, Strike, Talker, all_served, strike
+from benchmarks.chaos_run import BACK_S, Strike, all_served, strike
+from benchmarks.chaos_talker import Talker
 from tests.benchmarks.local_chaos import LocalChaos, local_chaos
 
 DISK_FULL_S = 1.5
