@@ -120,6 +120,14 @@ def drain(
 
 
 @app.command()
+def rebuild(user: Annotated[str, typer.Argument(help="The user's id.")], url: Url = None) -> None:
+    """Encode anew, now, what corrections left stale of a user's memory on a running server."""
+    from cluster.moves import rebuild
+
+    rebuild(_address(url), user, Console())
+
+
+@app.command()
 def canary(url: Url = None) -> None:
     """Have a running server's shards prove again that the model answers as well from injected memory as from text."""
     from cluster.status import show_canary

@@ -1,4 +1,5 @@
-"""`memshard migrate` and `memshard drain`: users move between the shards of a running server."""
+"""`memshard migrate`, `memshard drain` and `memshard rebuild`: an operator moves users of a running server, or has a
+memory rebuilt."""
 
 from __future__ import annotations
 
@@ -38,3 +39,17 @@ def drain(url: str, shard: str, console: Console) -> None:
             if not report["moved"]:
                 raise MemshardError(f"{report['left']} users are still on {shard}; the server's log says why")
     console.print(f"{moved} users were moved away from {shard}.", soft_wrap=True, highlight=False)
+
+
+def rebuild(url: str, user: str, console: Console) -> None:
+    """Encode anew what corrections left stale of one user's memory. Raises what `client.gateway` raises."""
+    with gateway(url) as client:
+        answer = client.post("/v1/admin/rebuilds", json={"user_id": user})
+        answer.raise_for_status()
+    done = answer.json()
+    console.print(
+        f"{done['facts']} facts of {user} were encoded anew, with prefills of {done['tokens']} tokens: "
+        f"{100 * done['share']:.0f} % of a full build.",
+        soft_wrap=True,
+        highlight=False,
+    )

@@ -117,6 +117,13 @@ class Settings(BaseSettings):
     """How many of the facts nearest to the question are prefilled as text behind the injected rest. None lets a canary
     find the cheapest number with which this model answers as well as from text alone, and whether few facts are better
     prefilled altogether; until it is found, and where there is none, memory is served as text."""
+    serve_stale: bool = True
+    """Whether chunks that were encoded behind a fact's old text are served, beside the correction, until they are
+    rebuilt; false drops them with the update, as a deletion does, and serves text meanwhile."""
+    rebuild_after_s: Seconds = 60.0
+    """How long anything may be stale before it is rebuilt; `inf` sets no time."""
+    rebuild_stale_share: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """Share of a user's tokens that may be stale; more is rebuilt at once. 1 sets no share."""
     top_k: Count = 10
     """Facts retrieved for a chat that does not ask for a number."""
     max_fact_tokens: Count = 256

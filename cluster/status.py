@@ -16,6 +16,7 @@ COLUMNS = {
     "chunks": "chunks",
     "in flight": "requests_in_flight",
     "to encode": "encode_backlog",
+    "stale": "stale_chunks",
 }
 """Heading of each count, and its field in `ShardStatus` (deployments/messages.py)."""
 

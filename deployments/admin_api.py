@@ -1,4 +1,5 @@
-"""POST /v1/admin/moves and /v1/admin/drains: an operator moves users between living shards."""
+"""POST /v1/admin/moves and /v1/admin/drains: an operator moves users between living shards.
+POST /v1/admin/rebuilds: what corrections left stale of a user's memory is encoded anew."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from pydantic import BaseModel
 
 from deployments.bodies import as_user_id, parse_body
 from deployments.callers import caller_of
-from deployments.memory_calls import ListCall, MoveCall, MoveReport
+from deployments.memory_calls import ListCall, MoveCall, MoveReport, RebuildCall, Rebuilt
 from deployments.owner_calls import OwnerCalls
 from deployments.owners import Owners
 from deployments.settings import GatewaySettings
@@ -33,6 +34,12 @@ class DrainRequest(BaseModel):
     """Move everybody away from the shard of that id, which takes no new users from then on."""
 
     shard: str
+
+
+class RebuildRequest(BaseModel):
+    """Encode anew what corrections left stale of `user_id`'s memory."""
+
+    user_id: str
 
 
 def admin_routes(shards: Shards, calls: OwnerCalls, owners: Owners, settings: GatewaySettings) -> APIRouter:
@@ -62,6 +69,17 @@ def admin_routes(shards: Shards, calls: OwnerCalls, owners: Owners, settings: Ga
         if shard not in await owners.live(newest=True):
             raise NotFound(f"There is no shard {shard}; `memshard status` lists those there are.", field="shard")
         return asdict(await shards.drain(shard, settings.deadline_s))
+
+    @routes.post("/rebuilds")
+    async def rebuild(request: Request) -> dict[str, Any]:
+        asked = parse_body(RebuildRequest, await request.body())
+        user = caller_of(request).owner(Entity("user", as_user_id(asked.user_id, "user_id")))
+
+        async def hop(placement: Placement, left_s: float) -> Rebuilt:
+            return await shards.ask(placement.shard, RebuildCall(uuid.uuid4().hex, placement), left_s)
+
+        done = await calls.call(user, hop)
+        return {**asdict(done), "share": done.share}
 
     return routes
 

@@ -2,6 +2,7 @@
 
     without memory   the messages through the model's chat template
     with memory      cut the template ─► embed the question ─► search ─► head, facts, tail
+                     of facts that were corrected since others were encoded behind them, text nearest to the question
 
 Refused: messages that the context has no room for. A prompt that fits without memory is served without it, and what was
 left out is reported. Tokenising runs beside the event loop: the messages of one request may be a megabyte.
@@ -23,6 +24,7 @@ from deployments.messages import ChatCall, MemoryUse
 from deployments.ports import Embeds
 from deployments.resident import Residents
 from deployments.telemetry import step
+from sharding.facts import Fact
 from sharding.user_memory import UserMemory
 
 DEFAULT_MAX_TOKENS = 256
@@ -89,13 +91,20 @@ class ChatPlanner:
             facts = memory.search(vector, call.top_k)
         # Nothing is awaited from the last search to the plan: a fact could be deleted meanwhile.
         prefill_nearest = self._prefill_nearest(call, len(facts))
+        corrected: list[Fact] = []
+        if prefill_nearest is not None and prefill_nearest < len(facts):
+            corrected = [fact for fact in facts if chunks.corrected(fact.id)]
+            facts = corrected + [fact for fact in facts if not chunks.corrected(fact.id)]
         plan = plan_memory(
             self._residents.servable(head_piece),
-            [self._residents.servable(chunks.piece(fact.id)) for fact in facts],
+            [
+                *(self._residents.correction(fact, self._canary.verdict.phrasing) for fact in corrected),
+                *(self._residents.fact(chunks, fact.id) for fact in facts[len(corrected) :]),
+            ],
             tail,
             memory.placement.user,
             inject=prefill_nearest is not None,
-            prefill_nearest=prefill_nearest or 0,
+            prefill_nearest=(prefill_nearest or 0) + len(corrected),
             max_model_len=room,
             max_tokens=max_tokens,
         )

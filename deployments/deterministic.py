@@ -257,4 +257,5 @@ async def open_shard(
     pace = EncodePace((MAX_MODEL_LEN, MAX_MODEL_LEN))
     shard = put_together(settings, engine, embedder, PromptTemplate(ByteTokenizer()), table, store, directory, pace)
     await shard.warm_up()
+    shard.rebuilds.begin()
     return shard

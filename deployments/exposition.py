@@ -23,6 +23,8 @@ GAUGES = {
     "chunks": ("memshard_chunks", "Chunks that can be injected from the device."),
     "requests_in_flight": ("memshard_requests_in_flight", "Chats that the shard works on."),
     "encode_backlog": ("memshard_encode_backlog_chunks", "Chunks that are waited for; served as text meanwhile."),
+    "stale_chunks": ("memshard_stale_chunks", "Chunks encoded behind texts that were corrected since, until rebuilt."),
+    "stale_tokens": ("memshard_stale_tokens", "Tokens of the facts that rebuilds would encode."),
 }
 """By field of a shard's status."""
 

@@ -199,6 +199,26 @@ class ExportCall(MemoryCall[OwnerExport]):
 
 
 @dataclass(frozen=True, slots=True)
+class Rebuilt:
+    """`facts` were encoded anew after corrections, by prefills of `tokens` tokens, their windows included. Encoding the
+    whole memory would have taken `full_tokens`."""
+
+    facts: int
+    tokens: int
+    full_tokens: int
+
+    @property
+    def share(self) -> float:
+        """Of the cost of a full build."""
+        return self.tokens / self.full_tokens if self.full_tokens else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RebuildCall(MemoryCall[Rebuilt]):
+    """Encode anew what corrections left stale, now."""
+
+
+@dataclass(frozen=True, slots=True)
 class MoveReport:
     """How a move ended. `placement` is the one under which the user is served now, as far as the source knows."""
 

@@ -1,7 +1,8 @@
 """What changes one owner's memory on a shard: Redis first, then everything here that follows it, then the answer.
 
     add      append (acknowledged) ─► embed, index and encode in the background
-    update   embed ─► record, embedding and history in one step ─► index ─► chunks of the old text dropped
+    update   embed ─► record, embedding and history in one step ─► index ─► the old text's chunk dropped, what was
+             encoded behind it stale until it is rebuilt
     delete   records, history, embeddings, turns ─► index ─► chunks dropped ─► the registry
 
 Each runs to its end under the owner's write lock, also where the caller has gone away.
@@ -96,7 +97,7 @@ class MemoryWrites:
         return added
 
     async def update(self, call: UpdateCall) -> FactView:
-        """The new version. When this returns, no request sees the old one: text, index and chunks have changed.
+        """The new version. When this returns, no request sees the old one: text, index and chunk have changed.
 
         Raises `NotFound`, `Conflict`, and what `add` raises.
         """

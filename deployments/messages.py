@@ -107,6 +107,7 @@ class Verdict:
     prefill_nearest: int | None  # facts to prefill as text; None: all of them, memory is not injected
     reason: str
     text_facts: int = 0  # a chat that takes at most so many facts prefills them all
+    phrasing: str = "{}"  # how a corrected fact is put, until what was encoded behind its old text is rebuilt
 
     def prefilled(self, facts: int) -> int | None:
         """Of so many facts those nearest to the question that are prefilled; None: all, and nothing is injected."""
@@ -130,3 +131,5 @@ class ShardStatus:
     counters: dict[str, Any]  # chats by mode, facts added, `MemoryCounts.plain`, … since the start
     canary: Verdict
     latencies: dict[str, dict[str, float]] = field(default_factory=dict)  # of first tokens: `recent.Recent.summary`
+    stale_chunks: int = 0  # encoded behind texts that were corrected since
+    stale_tokens: int = 0  # of the facts that rebuilds would encode

@@ -120,6 +120,7 @@ class ShardReplica:
         """What this shard is and does now."""
         shard = self._shard
         memories = shard.table.memories()
+        stale_chunks, stale_tokens = shard.rebuilds.stale()
         return ShardStatus(
             shard=self._me,
             model=self._settings.model,
@@ -138,9 +139,12 @@ class ShardReplica:
                 "moved_users": shard.mover.moved_users,
                 **shard.memory_counts.plain(),
                 **shard.tiers.counters,
+                **shard.rebuilds.counters,
             },
             canary=shard.canary.verdict,
             latencies=telemetry.RECENT.summary(),
+            stale_chunks=stale_chunks,
+            stale_tokens=stale_tokens,
         )
 
     async def drain(self, deadline_s: float) -> DrainReport | MemshardError:

@@ -14,12 +14,14 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
+from connector.chunk import ChunkId
 from connector.memory_counts import Reason
 from connector.plan import Piece
 from connector.template import PromptTemplate
 from connector.tiers import Tiers
 from connector.windows import FactChunks, Line
 from deployments.encoder import Encoder
+from deployments.memory_calls import Rebuilt
 from deployments.ports import Embeds
 from deployments.telemetry import step
 from sharding.errors import EngineFailed, Unavailable, WrongShard
@@ -50,6 +52,7 @@ class Residents:
         window_facts: int,
         room_tokens: int,
         load_deadline_s: float = LOAD_DEADLINE_S,
+        keep_stale: bool = False,
     ) -> None:
         self._store = store
         self._embedder = embedder
@@ -61,14 +64,15 @@ class Residents:
         self._window_facts = window_facts
         self._room_tokens = room_tokens
         self._load_deadline_s = load_deadline_s
+        self._keep_stale = keep_stale
         self._chunks: WeakKeyDictionary[UserMemory, FactChunks] = WeakKeyDictionary()
         self._lines: WeakKeyDictionary[UserMemory, dict[FactId, tuple[str, Line]]] = WeakKeyDictionary()
         self._indexing: WeakKeyDictionary[UserMemory, asyncio.Lock] = WeakKeyDictionary()
 
     async def changed(self, memory: UserMemory) -> None:
         """The facts changed. When this returns, chunks that stand for no fact are gone everywhere on this shard; new
-        ones come in the background. Raises `EngineFailed` or `Unavailable` where the workers or a file system did not
-        confirm that they are gone."""
+        ones come in the background, and what is stale with the next rebuild. Raises `EngineFailed` or `Unavailable`
+        where the workers or a file system did not confirm that they are gone."""
         user = memory.placement.user
         if memory not in self._chunks:
             await self._tiers.adopt(user)
@@ -82,9 +86,29 @@ class Residents:
         if chunks is None:
             chunks = self._chunks[memory] = self._no_chunks(user)
         chunks.update([lines[fact.id][1] for fact in current])
+        chunks.settle(self._tiers.peek_held)
         await self._encoder.submit(user, chunks)
-        wanted = set(chunks.ids())
-        await self._encoder.forget([id_ for id_ in self._tiers.ids_of(user) if id_ not in wanted])
+        await self._forget_others(user, chunks)
+
+    async def _forget_others(self, user: UserId, chunks: FactChunks) -> None:
+        standing = chunks.standing()
+        await self._encoder.forget([id_ for id_ in self._tiers.ids_of(user) if id_ not in standing])
+
+    async def rebuild(self, memory: UserMemory) -> Rebuilt:
+        """Encodes anew what corrections left stale, as far as there is room. Raises what `changed` raises."""
+        chunks, user = self._chunks[memory], memory.placement.user
+        facts = chunks.stale_facts
+        chunks.renew()
+        tokens, full = (sum(len(job.token_ids) for job in chunks.jobs(held)) for held in (self._tiers.peek_held, _no))
+        await self._encoder.submit(user, chunks)
+        await self._encoder.settled(user)
+        chunks.settle(self._tiers.peek_held)
+        await self._forget_others(user, chunks)
+        return Rebuilt(facts - chunks.stale_facts, tokens, full)
+
+    def chunks_of(self, memory: UserMemory) -> FactChunks | None:
+        """What is known of the user's chunks; None before the first touch."""
+        return self._chunks.get(memory)
 
     async def read(self, memory: UserMemory, facts: Sequence[Fact]) -> None:
         """Tokenises facts beside the event loop, so that `changed` need not on it."""
@@ -110,7 +134,8 @@ class Residents:
         await self.index(memory)
         chunks, user = self._chunks[memory], memory.placement.user
         lost = partial(self._encode_missing, user, chunks)
-        self._tiers.prefetch(user, chunks.ids()[::-1], spare_s=SPARE_S, lost=lost)
+        serving = chunks.serving(self._tiers.peek_held)
+        self._tiers.prefetch(user, serving[::-1], spare_s=SPARE_S, lost=lost)
         await lost()
         return chunks
 
@@ -118,7 +143,8 @@ class Residents:
         """Brings the chunks of these facts (nearest first) to the device, as far as that can be done in time. False
         where none was in a lower tier, and nothing was waited for."""
         chunks, user = self._chunks[memory], memory.placement.user
-        ids = [id_ for fact in reversed(facts) if (id_ := chunks.piece(fact.id).chunk) is not None]
+        served = (chunks.served(fact.id, self._tiers.peek_held) for fact in reversed(facts))
+        ids = [id_ for id_ in served if id_ is not None]
         if not self._tiers.peek_below(ids):
             return False
         await self._tiers.promote(user, ids, deadline_s=self._load_deadline_s)
@@ -126,7 +152,7 @@ class Residents:
         return True
 
     async def _encode_missing(self, user: UserId, chunks: FactChunks) -> None:
-        if self._encoder.idle(user) and not all(map(self._tiers.peek_held, chunks.ids())):
+        if self._encoder.idle(user) and chunks.lacks(self._tiers.peek_held):
             await self._encoder.submit(user, chunks, spare_s=SPARE_S)
 
     async def left(self, user: UserId) -> None:
@@ -171,6 +197,14 @@ class Residents:
         id_ = chunks.piece(fact).chunk
         return id_ is not None and self._tiers.peek_held(id_)
 
+    def fact(self, chunks: FactChunks, fact: FactId) -> Piece:
+        """The fact as it can be served now, from a stale chunk while its own is not there."""
+        return self.servable(Piece(chunks.piece(fact).token_ids, chunks.served(fact, self._tiers.peek_held)))
+
+    def correction(self, fact: Fact, phrasing: str) -> Piece:
+        """A corrected fact as text that takes the place of what others tell of it."""
+        return Piece(tuple(self._template.fact(phrasing.format(fact.text))))
+
     def servable(self, piece: Piece) -> Piece:
         """The piece as it can be served now: where its chunk is not on the device, without it and with the reason."""
         id_ = piece.chunk
@@ -190,5 +224,14 @@ class Residents:
 
     def _no_chunks(self, user: UserId) -> FactChunks:
         return FactChunks(
-            user, self._model_digest, self._head, window_facts=self._window_facts, room_tokens=self._room_tokens
+            user,
+            self._model_digest,
+            self._head,
+            window_facts=self._window_facts,
+            room_tokens=self._room_tokens,
+            keep_stale=self._keep_stale,
         )
+
+
+def _no(_: ChunkId) -> bool:
+    return False

@@ -70,6 +70,9 @@ class ShardSettings:
     user_bytes: int | None = None  # of one user's facts; None is no limit
     tenant_bytes: int | None = None  # of all facts of a tenant
     prefill_nearest: int | None = 0  # injected facts that are prefilled all the same; None: as the canary finds best
+    serve_stale: bool = True  # what was encoded behind a text that was corrected, until it is rebuilt
+    rebuild_after_s: float = 60.0  # how long something may be stale
+    rebuild_stale_share: float = 0.5  # of a user's tokens that may be stale
     resident_users: int = 10_000  # users whose facts and index are in the replica's memory
     cluster: str = ""  # among those of the namespace; its shards know only each other
     gpus: int = 0  # that the engine spans; 0: CPU cores

@@ -42,6 +42,7 @@ from deployments.memory_calls import (
     ListCall,
     MemoryCall,
     MoveCall,
+    RebuildCall,
     SearchCall,
     UpdateCall,
 )
@@ -51,6 +52,7 @@ from deployments.messages import ChatCall, ChatDelta, ChatEvent, ChatFinished, C
 from deployments.mover import Mover
 from deployments.ports import Embeds
 from deployments.quotas import Quotas
+from deployments.rebuilds import Rebuilds
 from deployments.resident import Residents
 from deployments.resident_use import ResidentUse
 from deployments.telemetry import first_token, step
@@ -59,6 +61,7 @@ from sharding.directory import Directory
 from sharding.errors import Busy, EngineFailed
 from sharding.facts import FactStore
 from sharding.ids import ShardId, UserId
+from sharding.rebuilding import RebuildPolicy
 from sharding.user_memory import UserTable
 
 T = TypeVar("T")
@@ -83,6 +86,7 @@ class Shard:
         max_requests_in_flight: int,
         max_fact_tokens: int,
         quotas: Quotas | None = None,
+        rebuilding: RebuildPolicy | None = None,
     ) -> None:
         self.engine = engine
         self.tiers = tiers
@@ -112,6 +116,7 @@ class Shard:
             quotas or Quotas(None, None),
             max_fact_tokens=max_fact_tokens,
         )
+        self.rebuilds = Rebuilds(table, self.users, residents, rebuilding or RebuildPolicy())
         self.mover = Mover(tiers, residents, self.users, table)
         self.distillation = Distillation(
             self.users, residents, store, reads, writes, embedder, ModelDistiller(engine, template)
@@ -128,6 +133,7 @@ class Shard:
             HistoryCall: reads.history,
             ExportCall: reads.export,
             MoveCall: self.mover.move,
+            RebuildCall: self.rebuilds.on_demand,
             DistilCall: self.distillation.begin,
             EventCall: self.distillation.event,
         }
@@ -161,6 +167,7 @@ class Shard:
         """Ends the engine and what runs beside it."""
         self.distillation.close()
         self.canary.close()
+        self.rebuilds.close()
         self.encoder.close()
         self.tiers.close()
         self.embedder.close()

@@ -23,6 +23,7 @@ from deployments.trial import Trial
 from sharding.directory import Directory
 from sharding.errors import StartupError
 from sharding.facts import FactStore
+from sharding.rebuilding import RebuildPolicy
 from sharding.user_memory import UserTable
 
 
@@ -55,6 +56,7 @@ def put_together(
         window_facts=settings.window_facts,
         room_tokens=engine.max_model_len - 1,
         load_deadline_s=settings.chunk_load_deadline_s,
+        keep_stale=settings.serve_stale and engine.refusal is None,
     )
     return Shard(
         engine,
@@ -69,6 +71,7 @@ def put_together(
         canary=canary,
         max_requests_in_flight=settings.max_requests_in_flight,
         max_fact_tokens=settings.max_fact_tokens,
+        rebuilding=RebuildPolicy(settings.rebuild_after_s, settings.rebuild_stale_share),
         quotas=Quotas(
             settings.user_bytes, None if settings.tenant_bytes is None else store.tenant_bytes(settings.tenant_bytes)
         ),

@@ -60,5 +60,6 @@ async def open_shard(
         undo.callback(shard.tiers.close)
         await shard.warm_up()
         shard.canary.begin()
+        shard.rebuilds.begin()
         undo.pop_all()
         return shard

@@ -25,6 +25,8 @@ from deployments.memory_calls import (
     MemoryCall,
     MoveCall,
     MoveReport,
+    RebuildCall,
+    Rebuilt,
 )
 from deployments.messages import (
     ChatCall,
@@ -160,6 +162,8 @@ class FakeShards(Shards):
                 self.by_id[call.target].facts[moved.user] = self.by_id[shard].facts.pop(moved.user)
                 self.directory.placements[moved.user] = moved
                 return MoveReport(End.MOVED, moved, 3, 0.25, 0.125)
+            case RebuildCall():
+                return Rebuilt(3, 120, 800)
             case FactCall() | DeleteCall():
                 if call.fact_id not in mine:
                     raise NotFound("There is no memory with this id.", field="id")

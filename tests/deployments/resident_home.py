@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -84,7 +85,7 @@ class Nobody:
 class Home:
     """`Residents` and everything around them; the encoder, the ledger and the memory are the real ones."""
 
-    def __init__(self, budget: int = BUDGET) -> None:
+    def __init__(self, budget: int = BUDGET, *, keep_stale: bool = False) -> None:
         self.engine = SlowEngine(budget)
         self.now = 0.0
         self.ledger = ChunkLedger(budget, self.engine.token_bytes, clock=lambda: self.now)
@@ -103,12 +104,19 @@ class Home:
             model_digest="model",
             window_facts=WINDOW,
             room_tokens=1_000,
+            keep_stale=keep_stale,
         )
         self.canary = Canary(Trial(*parts, priority=1), Nobody(), window_facts=WINDOW, fixed=0)
         self.memory = UserMemory(PLACEMENT, DIM, embedding_model=LengthEmbedder.model)
 
     async def tell(self, *seqs: int) -> None:
         self.memory.add(fact(seq) for seq in seqs)
+        await self.residents.changed(self.memory)
+
+    async def correct(self, seq: int, text: str) -> None:
+        held = self.memory.get(fact(seq).id)
+        assert held is not None
+        self.memory.replace(replace(held, text=text, text_hash=text_hash(text), version=held.version + 1), None)
         await self.residents.changed(self.memory)
 
     async def delete(self, seq: int) -> None:

@@ -1,4 +1,4 @@
-"""An operator moves users between shards over HTTP."""
+"""An operator moves users between shards, and has memories rebuilt, over HTTP."""
 
 from __future__ import annotations
 
@@ -21,6 +21,13 @@ async def test_a_user_is_moved_and_answered_from_the_new_shard(client: httpx.Asy
         assert (report["end"], report["placement"]) == ("moved", {"shard": target.id, "epoch": 2})
     assert cluster.shards.of("alice") is target
     assert len(target.facts[UserId("alice")]) == 1
+
+
+async def test_a_memory_is_rebuilt_and_what_that_took_is_told(client: httpx.AsyncClient, cluster: Cluster) -> None:
+    cluster.place("alice")
+    answer = await client.post("/v1/admin/rebuilds", json={"user_id": "alice"})
+    assert answer.json() == {"facts": 3, "tokens": 120, "full_tokens": 800, "share": 0.15}
+    assert (await client.post("/v1/admin/rebuilds", json={"user_id": "nobody"})).status_code == 404
 
 
 async def test_a_user_whom_nobody_knows_cannot_be_moved(client: httpx.AsyncClient) -> None:
