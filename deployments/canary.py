@@ -3,6 +3,8 @@
     facts that nobody knows ─► encode ─► each question with all facts, as text and injected, the cheapest setting first
                                  ─► the first whose score is at least text's; none: memory stays text
                                  ─► the same with few facts: where that is worse than text, so few are served as text
+                                 ─► each fact corrected, as text beside the others' chunks: in which phrasing most of
+                                    the answers are the new ones
 
 Models differ in what they lose by facts that were encoded apart, and nothing else at a start would show it: a shard
 serves text until the verdict is in. It is kept under a digest of everything that it depends on, so that the next start
@@ -18,6 +20,7 @@ import asyncio
 import hashlib
 import json
 import logging
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Protocol
 
@@ -62,10 +65,29 @@ QUESTIONS = (
 )
 """Invented. Each is asked with the nearest `FEW` facts and with all."""
 
+CORRECTED = (
+    *("Vienna", "Madrid", "Athens", "Warsaw"),
+    *("farmer", "nurse", "singer", "plumber"),
+    *("Bruno", "Bella", "Flash", "Coco"),
+    *("rice", "fish", "salad"),
+    *("football", "cards", "hockey"),
+    *("red", "blue", "black"),
+    *("1971", "1990", "1958"),
+)
+"""What the answers are after each fact was corrected."""
+
+PHRASINGS = (
+    "{}",
+    "Correction: {}",
+    "This has changed, and is true now: {}",
+    "Forget what was said before about this. {}",
+)
+"""How a corrected fact may be put, the plainest first."""
+
 FEW = 5
 """Injected facts carry traces of those that they were encoded behind; among few, that weighs most (docs/quality.md)."""
 
-FORMAT = 1  # counts changes of what is asked and how it is scored
+FORMAT = 2  # counts changes of what is asked and how it is scored
 AT_ONCE = 4  # so that a chat waits behind little
 ANSWER_TOKENS = 5
 LEAST_RIGHT = 8
@@ -124,7 +146,9 @@ class Canary:
                 await self._keep(found)
             say = log.info if found.state == "passed" else log.warning
             say("The canary %s: %s", found.state, found.reason)
-            self.verdict = found if self._fixed is None else replace(self.verdict, reason=found.reason)
+            if self._fixed is not None:
+                found = replace(self.verdict, reason=found.reason, phrasing=found.phrasing)
+            self.verdict = found
             return self.verdict
 
     async def _judged(self) -> Verdict:
@@ -138,7 +162,10 @@ class Canary:
             return Verdict("unjudged", None, "there was no room for the canary's facts in the chunk store")
         try:
             few, every = ([[pieces[int(fact)] for fact in order[:k]] for order in ranked] for k in (FEW, len(facts)))
-            return await self._compared(few, every)
+            found = await self._compared(few, every)
+            if found.prefill_nearest is None:
+                return found
+            return replace(found, phrasing=await self._phrasing(every, found.prefill_nearest))
         finally:
             await self._trial.forget(OWNER)
 
@@ -161,17 +188,37 @@ class Canary:
             return Verdict("passed", r, reason, 0 if few_right >= of_few else FEW)
         return Verdict("failed", None, f"of {len(every)} facts at best {best} right injected, {of_all} as text")
 
-    async def _right(self, facts: list[list[Piece]], prefill_nearest: int | None) -> int:
-        """How many questions are answered right, each about its own facts."""
-        room = asyncio.Semaphore(AT_ONCE)
+    async def _phrasing(self, every: list[list[Piece]], prefill_nearest: int) -> str:
+        """The one in which most corrections are followed while the others' chunks tell of the old texts."""
+        told = self._trial.lines([f"{begins} {answer}." for begins, answer, _ in QUESTIONS])
+        followed: dict[str, int] = {}
+        for phrasing in PHRASINGS:
+            news = [phrasing.format(f"{q[0]} {new}.") for q, new in zip(QUESTIONS, CORRECTED, strict=True)]
+            corrections = [Piece(line.token_ids) for line in self._trial.lines(news)]
+            facts = [
+                [correction, *(piece for piece in pieces if piece.token_ids != old.token_ids)]
+                for correction, old, pieces in zip(corrections, told, every, strict=True)
+            ]
+            followed[phrasing] = await self._right(facts, prefill_nearest + 1, CORRECTED)
+        log.info("Corrections followed, of %d, by phrasing: %s", len(CORRECTED), followed)
+        return max(PHRASINGS, key=lambda phrasing: followed[phrasing])
 
-        async def ask(nearest: list[Piece], begins: str, answer: str, question: str) -> bool:
+    async def _right(
+        self, facts: list[list[Piece]], prefill_nearest: int | None, answers: Sequence[str] | None = None
+    ) -> int:
+        """How many questions are answered right, each about its own facts; `answers` instead of those that were told
+        first."""
+        room = asyncio.Semaphore(AT_ONCE)
+        right = answers or [answer for _, answer, _ in QUESTIONS]
+
+        async def ask(nearest: list[Piece], answer: str, begins: str, question: str) -> bool:
             plan = self._trial.plan(OWNER, question, nearest, prefill_nearest, ANSWER_TOKENS, begins)
             async with room:
                 told = await self._trial.ask(plan, ANSWER_TOKENS)
             return words(told.text)[:1] == words(answer)
 
-        asked = (ask(nearest, *question) for nearest, question in zip(facts, QUESTIONS, strict=True))
+        zipped = zip(facts, right, QUESTIONS, strict=True)
+        asked = (ask(nearest, answer, begins, question) for nearest, answer, (begins, _, question) in zipped)
         return sum(await asyncio.gather(*asked))
 
     async def _kept(self) -> Verdict | None:
@@ -192,5 +239,6 @@ class Canary:
 
     def _name(self) -> str:
         """A digest of what the verdict depends on."""
-        depends = (FORMAT, self._trial.engine.model_digest, self._window_facts, self._trial.head, SETTINGS, QUESTIONS)
+        asked = (SETTINGS, QUESTIONS, CORRECTED, PHRASINGS)
+        depends = (FORMAT, self._trial.engine.model_digest, self._window_facts, self._trial.head, asked)
         return hashlib.blake2b(repr(depends).encode(), digest_size=16).hexdigest()

@@ -10,7 +10,7 @@ import pytest
 from resident_home import Home, Nobody
 
 from connector.plan import PromptPlan
-from deployments.canary import FEW, LEAST_RIGHT, OWNER, QUESTIONS, SETTINGS, Canary
+from deployments.canary import CORRECTED, FEW, LEAST_RIGHT, OWNER, PHRASINGS, QUESTIONS, SETTINGS, Canary
 from deployments.messages import Verdict
 from deployments.trial import Told, Trial
 from sharding.errors import EngineFailed, Unavailable
@@ -29,13 +29,22 @@ class Model(Trial):
         super().__init__(home.engine, home.template, home.embedder, home.encoder, home.tiers, priority=1)  # type: ignore[arg-type]
         self.right = right
         self.asked: Counter[tuple[int | None, int]] = Counter()
+        self.follows = dict.fromkeys(PHRASINGS, 0)  # corrections, of so many
+        self.corrected: Counter[str] = Counter()
         self.fails_with: Exception | None = None
 
     async def ask(self, plan: PromptPlan, max_tokens: int) -> Told:
         if self.fails_with is not None:
             raise self.fails_with
         prompt = "".join(map(chr, plan.token_ids))
-        answer = next(answer for begins, answer, _ in QUESTIONS if prompt.endswith(begins))
+        place = next(place for place, (begins, *_) in enumerate(QUESTIONS) if prompt.endswith(begins))
+        begins, answer, _ = QUESTIONS[place]
+        nearest = prompt.rpartition("- ")[2].partition("\n")[0]
+        if (new := f"{begins} {CORRECTED[place]}.") in nearest:
+            assert f"{begins} {answer}." not in prompt, "the old fact is not read"
+            self.corrected[phrasing := nearest.replace(new, "{}")] += 1
+            follows = self.corrected[phrasing] <= self.follows[phrasing]
+            return Told(f" {CORRECTED[place] if follows else answer}", 0.1, len(prompt), plan.load_tokens, 0)
         setting = plan.kept - (len(plan.load) - 1) if plan.load else None
         self.asked[setting, plan.kept] += 1
         right = self.asked[setting, plan.kept] <= self.right[setting][plan.kept > FEW]
@@ -93,6 +102,19 @@ async def test_injection_that_is_as_good_as_text_passes_and_nothing_dearer_is_tr
     verdict = await canary(model).prove()
     assert (verdict.state, verdict.prefill_nearest, verdict.text_facts) == ("passed", 0, 0)
     assert model.asked == {(setting, k): EVERY for setting in (None, 0) for k in (FEW, EVERY)}
+
+
+async def test_the_phrasing_is_found_in_which_most_corrections_are_followed(home: Home) -> None:
+    model = Model(home, GOOD)
+    model.follows = {PHRASINGS[0]: 11, PHRASINGS[1]: 12, PHRASINGS[2]: 12, PHRASINGS[3]: 3}
+    assert (await canary(model).prove()).phrasing == PHRASINGS[1], "the plainer of the two best"
+    assert model.corrected == dict.fromkeys(PHRASINGS, EVERY)
+
+
+def test_what_is_corrected_has_another_answer_then() -> None:
+    assert len(CORRECTED) == EVERY
+    assert all(new != answer for new, (_, answer, _) in zip(CORRECTED, QUESTIONS, strict=True))
+    assert all(phrasing.count("{}") == 1 for phrasing in PHRASINGS)
 
 
 async def test_where_few_facts_are_better_as_text_only_they_are(home: Home) -> None:
