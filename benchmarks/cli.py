@@ -212,6 +212,31 @@ def quality(
         Report.of("quality", list(quality_report.rows(name, answers))).write_json(json)
 
 
+@app.command()
+def freshness(
+    quick: Quick = False,
+    json: Json = None,
+    model: Model = None,
+    corrections: Annotated[int | None, typer.Option(min=1, max=100, help="Of each profile.")] = None,
+) -> None:
+    """Answers about corrected facts, beside an old memory and after it was rebuilt, and what that costs."""
+    check_targets(json, None)
+    from benchmarks import freshness, freshness_report
+    from benchmarks.results import Report
+
+    console = Console()
+    profiles, default = (
+        (freshness.QUICK_PROFILES, freshness.QUICK_CORRECTIONS)
+        if quick
+        else (freshness.PROFILES, freshness.CORRECTIONS)
+    )
+    measured = run_to_end(freshness.run(model, profiles, corrections or default, console), console)
+    console.print(freshness_report.table(measured), freshness_report.cost_table(measured.window_facts), sep="\n")
+    if json is not None:
+        costs = list(freshness_report.cost_rows(measured.window_facts))
+        Report.of("freshness", list(freshness_report.rows(measured))).write_json(json, costs=costs)
+
+
 @app.command(name="all")
 def every(
     target: Annotated[Path, typer.Option("--html", dir_okay=False, help="Where the page goes.")] = Path("bench.html"),

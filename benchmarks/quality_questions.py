@@ -54,6 +54,7 @@ _ANIMALS = ("dog", "cat", "parrot", "horse", "rabbit", "turtle")
 _RELATIONS = ("neighbour", "cousin", "colleague", "aunt", "uncle", "friend")
 _ROLES = ("dentist", "lawyer", "landlord", "tailor", "barber", "tutor", "coach", "accountant", "butcher", "mechanic")
 _SPORTS = ("tennis", "chess", "golf", "hockey", "badminton", "football", "volleyball", "squash", "bowling", "rugby")
+_RELATION_KIND = 4  # of `_singles`: there are fewer relations than facts
 _DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 
 
@@ -80,6 +81,27 @@ def invented_people(seed: int = 0) -> tuple[Person, ...]:
     rng = random.Random(f"quality-{seed}")
     sizes = [size for size, count in _PEOPLE for _ in range(count)]
     return tuple(_person(f"person-{number}", size, rng) for number, size in enumerate(sizes))
+
+
+def before_and_after(seed: int, facts: int) -> tuple[Person, Person]:
+    """Somebody with so many facts, each asked about, and the same one later: in the place of each fact stands one that
+    gives its question another answer, so that any of them can be corrected."""
+    rng = random.Random(f"freshness-{seed}")
+    names = [f"{first} {family}" for first in _FIRST for family in _FAMILIES]
+    rng.shuffle(names)
+    kinds = [list(_singles(2 * facts, iter(names), rng))[kind::6] for kind in range(6) if kind != _RELATION_KIND]
+    told: list[tuple[str, str, Question, Question]] = []
+    for of_kind in kinds:
+        answers = list(dict.fromkeys(question.answers[0] for _, question in of_kind))
+        for (fact,), question in of_kind:
+            old = question.answers[0]
+            new = answers[(answers.index(old) + 1) % len(answers)]
+            before, _, after = fact.rpartition(old)
+            told.append((fact, f"{before}{new}{after}", question, Question(question.text, (new,), question.kind)))
+    told = rng.sample(told, facts)
+    old_facts, new_facts, old_questions, new_questions = zip(*told, strict=True)
+    name = f"profile-{seed}"
+    return Person(name, old_facts, old_questions), Person(name, new_facts, new_questions)
 
 
 def locomo_people(path: Path) -> tuple[Person, ...]:
