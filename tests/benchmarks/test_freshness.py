@@ -31,8 +31,8 @@ def test_every_fact_of_a_profile_has_a_question_and_its_correction_another_answe
 def test_one_changed_turn_of_a_hundred_is_rebuilt_for_a_fifth_of_a_full_build_where_turns_leave_two_facts(
     turn_facts: int, most: float
 ) -> None:
-    """Without any prefix cache. Where a turn leaves one fact, every fact is read by at least twenty others of a hundred,
-    and a fifth cannot be had."""
+    """Without any prefix cache. Where a turn leaves one fact, twenty and more of a hundred depend on each, and a fifth
+    cannot be had."""
     shares = shares_of_full_build(100, turn_facts, WINDOW, fact_tokens=3, head_tokens=7)
     assert statistics.fmean(shares) <= most
 
