@@ -61,6 +61,7 @@ def main(port: int, shards: int, state_dir: Path) -> None:
             model_path=NOWHERE,
             embedding_path=NOWHERE,
             open_shard=deterministic.open_shard,
+            open_template=deterministic.open_template,
         )
         node.deploy(application, print)
         signal.pause()

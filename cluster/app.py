@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,26 +16,33 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouter
 
 from cluster.models import embedding_model, model_name, prepare_language_model
 from cluster.settings import PREFIX, Settings
+from connector.template import PromptTemplate
 from deployments.gateway import GatewayReplica, GatewayStores
+from deployments.quotas import quotas_of
 from deployments.replica import OpenShard, ShardReplica
 from deployments.router import PinnedRouter
 from deployments.settings import GatewaySettings, ShardSettings, TelemetrySettings
+from deployments.unattended import Unattended
 from sharding.api_keys import KeyStore
 from sharding.client import connect
 from sharding.directory import Directory
 from sharding.errors import StartupError
+from sharding.facts import FactStore
 from sharding.keys import KeySpace
 from sharding.limits import Minutes
 from sharding.pages import Pages
 from sharding.placement import PlacementPolicy
 from sharding.registry import Registry
+from sharding.sealing import Seal
 
-LOOK_BACK_S = 12.0  # Serve wants more than the interval at which replicas report, 10 s by its default
-SCALE_UP_S = 4.0
-"""How long a load must last before a shard is started for it: longer than a burst, shorter than a person waits."""
+REPORT_S = 2.0
+"""How often a shard reports its load to the autoscaler, at most."""
 
 ENCODE_BACKLOG_A_SHARD = 500
 """Chunks that one shard may be behind with: a minute or two of encoding on a CPU, seconds on a GPU."""
+
+LEAVE_S = 20.0
+"""How long a shard that is too many may take to hand over its users, beside what it was asked."""
 
 SHARD_RESOURCE = "memshard_shard"
 GATEWAY_RESOURCE = "memshard_gateway"
@@ -66,8 +75,10 @@ def build(
     model_path: Path,
     embedding_path: Path,
     open_shard: OpenShard | None = None,
+    open_template: Callable[[Path], PromptTemplate] | None = None,
 ) -> serve.Application:
-    """The gateway in front of the shards, as one Serve application. `open_shard`: see `ShardReplica`."""
+    """The gateway in front of the shards, as one Serve application. `open_shard`: see `ShardReplica`; `open_template`
+    reads the tokenizer in `model_path`, by default the product's own."""
     model = model_name(settings)
     shards = serve.deployment(
         ShardReplica,
@@ -77,7 +88,6 @@ def build(
         max_ongoing_requests=4 * settings.max_requests_in_flight,
         health_check_period_s=2,
         health_check_timeout_s=30,
-        graceful_shutdown_timeout_s=settings.stop_deadline_s,
         request_router_config=RequestRouterConfig(request_router_class=PinnedRouter),
         ray_actor_options=_actor_options(settings, SHARD_RESOURCE, gpus=settings.gpus_per_shard),
     )
@@ -99,8 +109,8 @@ def build(
         cluster=settings.cluster,
         gpus=settings.gpus_per_shard,
         telemetry=telemetry,
-        shards=settings.max_shards or settings.shards,
-        active_s=settings.scale_window_s,
+        shards=settings.most_shards,
+        active_s=settings.scale_window_s / 2,
         threads=settings.threads_per_shard,
         max_model_len=settings.max_model_len,
         kv_cache_bytes=settings.kv_cache_bytes,
@@ -131,6 +141,7 @@ def build(
         default_top_k=settings.top_k,
         deadline_s=settings.request_deadline_s,
         patience_s=settings.heartbeat_ttl_s + 3.0,  # until a shard that cannot be reached counts as gone
+        wake_s=0.0 if settings.shards else settings.wake_deadline_s,
         telemetry=telemetry,
         require_keys=settings.keys_required,
         tenant_requests_per_minute=settings.tenant_requests_per_minute,
@@ -140,7 +151,7 @@ def build(
     )
     application: Any = gateways.bind(
         shards.bind(shard_settings, open_shard),
-        partial(open_stores, redis_url, KeySpace(settings.namespace, model, settings.cluster)),
+        partial(open_stores, shard_settings, open_template or read_template),
         PlacementPolicy(),
         gateway_settings,
     )
@@ -148,9 +159,9 @@ def build(
 
 
 def how_many(settings: Settings) -> dict[str, Any]:
-    """How many shards: as many as were asked for, or as the load needs."""
+    """How many shards: as many as were asked for, or as the load needs; and how long one that ends may take."""
     if settings.max_shards is None:
-        return {"num_replicas": settings.shards}
+        return {"num_replicas": settings.shards, "graceful_shutdown_timeout_s": settings.stop_deadline_s}
     policy = AutoscalingPolicy(
         policy_function="deployments.autoscaling:ShardScaling",
         policy_kwargs={
@@ -158,20 +169,29 @@ def how_many(settings: Settings) -> dict[str, Any]:
             "bytes_a_shard": round(0.8 * settings.chunk_device_bytes),
             "backlog_a_shard": ENCODE_BACKLOG_A_SHARD,
             "requests_a_shard": max(1, settings.max_requests_in_flight // 2),
-            "up_s": SCALE_UP_S,
-            "down_s": settings.scale_window_s,
+            "up_s": settings.scale_up_s,
+            "down_s": settings.scale_window_s / 2,  # and a user counts as active for the other half
         },
     )
-    config = AutoscalingConfig(
-        min_replicas=settings.shards,
-        initial_replicas=settings.shards,
-        max_replicas=settings.max_shards,
-        look_back_period_s=LOOK_BACK_S,
-        upscale_delay_s=0,  # the policy has windows of its own
-        downscale_delay_s=0,
-        policy=policy,
-    )
-    return {"autoscaling_config": config}
+    report_s = min(REPORT_S, settings.scale_up_s / 2)
+    with warnings.catch_warnings():
+        # The variables that are to replace this field are read by nothing in this version.
+        warnings.filterwarnings("ignore", "The `metrics_interval_s` field", DeprecationWarning)
+        config = AutoscalingConfig(
+            min_replicas=settings.shards,
+            initial_replicas=max(1, settings.shards),  # a model that cannot be served is found out at the start
+            max_replicas=settings.max_shards,
+            metrics_interval_s=report_s,
+            look_back_period_s=2 * report_s,
+            upscale_delay_s=0,  # the policy has windows of its own
+            downscale_delay_s=0,
+            policy=policy,
+        )
+    # Nothing waits for a shard that is too many: every request that it has begun may end.
+    return {
+        "autoscaling_config": config,
+        "graceful_shutdown_timeout_s": max(settings.stop_deadline_s, settings.request_deadline_s + LEAVE_S),
+    }
 
 
 def _actor_options(settings: Settings, resource: str, gpus: int = 0) -> dict[str, Any]:
@@ -180,9 +200,30 @@ def _actor_options(settings: Settings, resource: str, gpus: int = 0) -> dict[str
     return {"num_cpus": 0, "num_gpus": gpus, "resources": resources}
 
 
-def open_stores(redis_url: str, keys: KeySpace) -> GatewayStores:
-    """What a gateway asks Redis, with a client of its own for the process that calls."""
-    redis = connect(redis_url)
-    return GatewayStores(
-        Directory(redis, keys), Registry(redis, keys), KeyStore(redis, keys), Minutes(redis, keys), Pages(redis, keys)
+def open_stores(settings: ShardSettings, open_template: Callable[[Path], PromptTemplate]) -> GatewayStores:
+    """What a gateway asks Redis, with a client of its own for the process that calls. `settings`: what its shards are
+    told, because it takes adds in their place while there are none."""
+    redis = connect(settings.redis_url)
+    keys = KeySpace(settings.namespace, settings.model, settings.cluster)
+    facts = FactStore(redis, keys, Seal(settings.encryption_key))
+    unattended = Unattended(
+        facts,
+        partial(open_template, settings.model_path),
+        quotas_of(settings, facts),
+        max_fact_tokens=settings.max_fact_tokens,
     )
+    return GatewayStores(
+        Directory(redis, keys),
+        Registry(redis, keys),
+        KeyStore(redis, keys),
+        Minutes(redis, keys),
+        Pages(redis, keys),
+        unattended,
+    )
+
+
+def read_template(model_path: Path) -> PromptTemplate:
+    """Imports transformers: some seconds, in the process that calls."""
+    from transformers import AutoTokenizer
+
+    return PromptTemplate(AutoTokenizer.from_pretrained(model_path))

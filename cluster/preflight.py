@@ -63,11 +63,11 @@ def check_memory(settings: Settings, available: int) -> None:
     """Refuse to start where the caches' budgets and the processes do not fit into `available` bytes."""
     weights = 0 if settings.model is None else sum(file.stat().st_size for file in settings.model.glob("*.safetensors"))
     shard = SHARD_BYTES + weights + settings.kv_cache_bytes + settings.chunk_device_bytes + settings.chunk_host_bytes
-    needed = BASE_BYTES + settings.shards * shard
+    needed = BASE_BYTES + settings.most_shards * shard
     if needed > available:
         raise StartupError(
-            f"{settings.shards} shards need about {needed / GIB:.1f} GiB of memory and {available / GIB:.1f} GiB are "
-            f"free; lower {PREFIX}SHARDS, {PREFIX}KV_CACHE_BYTES, {PREFIX}CHUNK_DEVICE_BYTES or "
+            f"{settings.most_shards} shards need about {needed / GIB:.1f} GiB of memory and {available / GIB:.1f} GiB "
+            f"are free; lower {PREFIX}SHARDS, {PREFIX}KV_CACHE_BYTES, {PREFIX}CHUNK_DEVICE_BYTES or "
             f"{PREFIX}CHUNK_HOST_BYTES"
         )
 

@@ -63,7 +63,7 @@ class RayNode:
             ray.init(
                 address="local",
                 # Logical: threads are limited by the shards themselves, and more shards than cores is a choice.
-                num_cpus=max(os.cpu_count() or 1, settings.shards) + settings.gateways,
+                num_cpus=max(os.cpu_count() or 1, settings.most_shards) + settings.gateways,
                 object_store_memory=OBJECT_STORE_BYTES,
                 include_dashboard=False,
                 namespace=settings.namespace,

@@ -53,7 +53,7 @@ def run(settings: Settings, console: Console, build: Build | None = None) -> Non
         application = (build or _product())(
             settings, redis_url=redis_url, model_path=model_path, embedding_path=embedding_path
         )
-        say(f"Starting {settings.shards} shards")
+        say(f"Starting {max(1, settings.shards)} shards")
         node.deploy(application, say)
         _wait_ready(settings)
         say(f"Ready after {time.monotonic() - began:.0f} s")

@@ -52,12 +52,16 @@ class Settings(BaseSettings):
     """TCP port of the gateway."""
     gateways: Count = 1
     """Replicas of the stateless gateway."""
-    shards: Count = 2
-    """Shard replicas, each with an engine and the users it owns."""
+    shards: Annotated[int, Field(ge=0)] = 2
+    """Shard replicas, each with an engine and the users it owns. 0, with `max_shards`: none while nobody asks."""
     max_shards: Count | None = None
     """Let the number of shards follow the load, from `shards` up to this many; None keeps `shards`."""
     scale_window_s: Seconds = 600.0
-    """How long a smaller load must last before a shard is stopped."""
+    """How long after a load has gone the shards that it needed are stopped."""
+    scale_up_s: Seconds = 4.0
+    """How long a load must last before a shard is started for it: longer than a burst, shorter than a person waits."""
+    wake_deadline_s: Seconds = 60.0
+    """How long a request waits for a first shard where `shards` is 0 and none runs; then it is refused with 503."""
     namespace: str = Field("memshard", pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")
     """Prefix of this installation's keys in Redis and its namespace in Ray; those that share a Redis differ in it."""
     cluster: str = Field("", max_length=253)
@@ -182,6 +186,8 @@ class Settings(BaseSettings):
     def _room_to_scale(self) -> Self:
         if self.max_shards is not None and self.max_shards < self.shards:
             raise ValueError(f"{PREFIX}MAX_SHARDS is below {PREFIX}SHARDS, the number that it may grow from")
+        if self.most_shards == 0:
+            raise ValueError(f"{PREFIX}SHARDS is 0: {PREFIX}MAX_SHARDS must say how many may be started")
         return self
 
     @model_validator(mode="after")
@@ -213,6 +219,11 @@ class Settings(BaseSettings):
                 raise StartupError(f"{PREFIX}ENCRYPTION_KEY_FILE cannot be read: {failure}") from failure
         Seal(secret)  # refuses what is none
         return secret
+
+    @property
+    def most_shards(self) -> int:
+        """How many shards there may be at a time."""
+        return self.max_shards or self.shards
 
     @property
     def is_loopback(self) -> bool:

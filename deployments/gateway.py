@@ -47,6 +47,7 @@ from deployments.owner_calls import OwnerCalls
 from deployments.owners import Owners, PlacementDirectory, Policy
 from deployments.settings import GatewaySettings
 from deployments.shard_client import ShardClient, Shards
+from deployments.unattended import Unattended
 from sharding.api_keys import KnowsKeys
 from sharding.directory import PlacementCache
 from sharding.limits import CountsMinutes
@@ -72,6 +73,7 @@ class GatewayStores:
     api_keys: KnowsKeys
     minutes: CountsMinutes
     pages: SharedPages | None = None  # None: this gateway is the only one
+    unattended: Unattended | None = None  # takes adds while no shard lives; None: they are refused
 
 
 class Gateway:
@@ -85,10 +87,17 @@ class Gateway:
         self.shards = shards
         self.settings = settings
         self.owners = Owners(directory, policy, PlacementCache(settings.cached_users), settings.reports_ttl_s)
-        self.calls = OwnerCalls(shards, self.owners, settings.deadline_s, settings.patience_s)
+        self.calls = OwnerCalls(
+            shards,
+            self.owners,
+            settings.deadline_s,
+            settings.patience_s,
+            settings.wake_s,
+            or_nobody=stores.unattended is not None,
+        )
         self.api_keys = stores.api_keys
         self.limits = Limits(stores.minutes, settings)
-        self.memories = Memories(shards, self.calls, stores.names, self.limits)
+        self.memories = Memories(shards, self.calls, stores.names, self.limits, stores.unattended)
         self.metrics = Metrics(shards, self.owners, stores.pages, me, settings)
 
 

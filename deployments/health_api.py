@@ -1,8 +1,8 @@
 """/healthz, /readyz and /status: is the process up, can it serve, and what do the shards say of themselves.
 
 `/healthz` touches nothing, so that a lost Redis never gets a gateway killed. `/readyz` asks Redis now, and says whether
-memory is injected. `/status` asks every live shard and falls back on its last heartbeat; `/canary` has every live shard
-prove its model again.
+memory is injected, or that no shard runs and the next chat starts one. `/status` asks every live shard and falls back
+on its last heartbeat; `/canary` has every live shard prove its model again.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ def health_routes(shards: Shards, owners: Owners, settings: GatewaySettings) -> 
         reports: list[ShardReport] = []
         try:
             reports = await _ready(owners, settings)
-            reason = None if reports else f"None of the {settings.expected_shards} shards is ready yet."
+            reason = None if reports or settings.wake_s else _none_ready(settings)
         except TimeoutError:
             reason = f"Redis did not answer within {settings.status_deadline_s:g} s."
         except Unavailable as error:
             reason = error.message
         if reason is None:
-            return JSONResponse({"status": "ready", "memory": _memory(reports)})
+            return JSONResponse({"status": "ready", "memory": _memory(reports) if reports else "asleep"})
         return JSONResponse({"status": "not ready", "reason": reason}, 503, {"Retry-After": "1"})
 
     @routes.get("/status")
@@ -88,6 +88,10 @@ async def _ready(owners: Owners, settings: GatewaySettings) -> list[ShardReport]
     async with asyncio.timeout(settings.status_deadline_s):
         reports = await owners.live(newest=True)
     return [report for report in reports.values() if report.ready]
+
+
+def _none_ready(settings: GatewaySettings) -> str:
+    return f"None of the {settings.expected_shards} shards is ready yet."
 
 
 def _memory(reports: Iterable[ShardReport]) -> str:

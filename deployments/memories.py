@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -41,9 +42,10 @@ from deployments.memory_calls import (
 )
 from deployments.owner_calls import OwnerCalls
 from deployments.shard_client import Shards
-from sharding.errors import InvalidRequest, NotFound
+from deployments.unattended import Unattended
+from sharding.errors import InvalidRequest, MemshardError, NotFound
 from sharding.filters import ANY, Compare, Filter, anchors
-from sharding.ids import FactId, Placement, UserId
+from sharding.ids import NOBODY, FactId, Placement, UserId
 from sharding.registry import EntitySeen, OwnerNames
 from sharding.scopes import KINDS, Entity, entities, new_id
 from sharding.turns import Turn
@@ -73,11 +75,21 @@ class NewFacts:
 class Memories:
     """One a gateway. Every method raises members of the error tree only."""
 
-    def __init__(self, shards: Shards, calls: OwnerCalls, names: OwnerNames, limits: Limits) -> None:
+    def __init__(
+        self,
+        shards: Shards,
+        calls: OwnerCalls,
+        names: OwnerNames,
+        limits: Limits,
+        unattended: Unattended | None = None,
+    ) -> None:
+        """`unattended`: who takes adds while no shard lives; None where they are refused then."""
         self._shards = shards
         self._calls = calls
         self._names = names
         self._limits = limits
+        self._unattended = unattended
+        self._later: set[asyncio.Task[None]] = set()
 
     async def add(self, caller: Caller, new: NewFacts) -> tuple[str, tuple[AddedFact, ...]]:
         """Stores facts for the entity that owns them; who has no shard yet gets one. With the id of the event, which
@@ -95,8 +107,17 @@ class Memories:
         owner = caller.owner(entities(turn.scopes)[0])
         await self._limits.user_request(owner)
         id = new_id(owner)
-        event: EventView = await self._calls.add(owner, self._hop(lambda p: DistilCall(id, p, turn)))
+        nobodys = False
+
+        def call(placement: Placement) -> MemoryCall[EventView]:
+            nonlocal nobodys
+            nobodys = placement.shard == NOBODY
+            return DistilCall(id, placement, turn)
+
+        event: EventView = await self._calls.add(owner, self._hop(call))
         audit(caller, "distil", owner, [id])
+        if nobodys:
+            self._soon(self.event(caller, id))
         return event
 
     async def event(self, caller: Caller, id: str) -> EventView:
@@ -231,7 +252,24 @@ class Memories:
     # -- hops -------------------------------------------------------------------------------------------------------
 
     def _hop(self, make: Callable[[Placement], MemoryCall[T]]) -> Callable[[Placement, float], Any]:
-        return lambda placement, left_s: self._shards.ask(placement.shard, make(placement), left_s)
+        def hop(placement: Placement, left_s: float) -> Any:
+            if placement.shard == NOBODY:
+                assert self._unattended is not None, "nobody else places a user there"
+                return self._unattended.ask(make(placement))
+            return self._shards.ask(placement.shard, make(placement), left_s)
+
+        return hop
+
+    def _soon(self, asking: Awaitable[object]) -> None:
+        """Asks the owner in the background: a shard that finds a turn which nobody distilled goes on with it."""
+
+        async def ask() -> None:
+            with suppress(MemshardError):  # the turn is kept; whoever asks for its event has it distilled
+                await asking
+
+        task = asyncio.create_task(ask())
+        self._later.add(task)
+        task.add_done_callback(self._later.discard)
 
     async def _ask(self, owner: UserId, make: Make[T]) -> T:
         id = uuid.uuid4().hex  # of our own: a client's X-Request-ID need not be unique

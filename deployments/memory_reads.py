@@ -77,23 +77,28 @@ class MemoryReads:
 
     def view(self, memory: UserMemory, fact: Fact) -> FactView:
         """`fact` as clients see it."""
-        return FactView(
-            id=fact.id,
-            user=fact.user,
-            text=fact.text,
-            created_at=fact.created_at,
-            updated_at=fact.updated_at,
-            encoded=self._residents.encoded(memory, fact.id),
-            version=fact.version,
-            text_hash=fact.text_hash,
-            role=fact.role,
-            scopes=fact.scopes,
-            metadata=fact.metadata,
-            expires_on=fact.expires_on,
-        )
+        return view_of(fact, self._residents.encoded(memory, fact.id))
 
     async def _versions(self, memory: UserMemory, fact: Fact) -> tuple[FactView, ...]:
         return tuple(self.view(memory, version) for version in [*await self._store.history(fact), fact])
+
+
+def view_of(fact: Fact, encoded: bool) -> FactView:
+    """`fact` as clients see it."""
+    return FactView(
+        id=fact.id,
+        user=fact.user,
+        text=fact.text,
+        created_at=fact.created_at,
+        updated_at=fact.updated_at,
+        encoded=encoded,
+        version=fact.version,
+        text_hash=fact.text_hash,
+        role=fact.role,
+        scopes=fact.scopes,
+        metadata=fact.metadata,
+        expires_on=fact.expires_on,
+    )
 
 
 def held(memory: UserMemory, fact_id: FactId) -> Fact:

@@ -37,6 +37,7 @@ from sharding.filters import matches
 from sharding.ids import FactId, Placement
 from sharding.memory import UserMemory
 from sharding.scopes import entities, entity_of
+from sharding.turns import Turn
 
 
 class MemoryWrites:
@@ -78,13 +79,9 @@ class MemoryWrites:
     async def append(self, memory: UserMemory, call: AddCall) -> list[tuple[Fact, AddEvent]]:
         """What `add` does, for who holds the memory's write lock and has checked the texts."""
         now = moment(call.told_at)
-        await self._remove(memory, _told_again(memory, call.texts))
-        await self._store.registry.register(call.placement.user, _scopes(call.placement, [call]), now)
-        roles = call.roles or (None,) * len(call.texts)
-        texts = [
-            Told(text, role, call.scopes, call.metadata, call.expires_on)
-            for text, role in zip(call.texts, roles, strict=True)
-        ]
+        await self._remove(memory, told_again(memory, call.texts))
+        await self._store.registry.register(call.placement.user, scopes_of(call.placement, [call]), now)
+        texts = told_in(call)
         known = {fact.text_hash for fact in memory.facts}
         await self._quotas.admit(memory, [told for told in texts if text_hash(told.text) not in known])
         with step("remember", "append"):
@@ -177,8 +174,8 @@ class MemoryWrites:
 
     async def _unregister(self, memory: UserMemory, gone: Sequence[Fact]) -> None:
         owner = memory.placement.user
-        left = _scopes(memory.placement, memory.facts) if len(memory) else set()
-        unused = _scopes(memory.placement, gone) - left
+        left = scopes_of(memory.placement, memory.facts) if len(memory) else set()
+        unused = scopes_of(memory.placement, gone) - left
         if unused:
             await self._store.registry.unregister(owner, unused, empty=not len(memory))
 
@@ -187,19 +184,32 @@ class MemoryWrites:
         return len(self._template.fact(text)) <= self._max_fact_tokens
 
     def _check(self, texts: Sequence[str], field: str) -> None:
-        for text in texts:
-            if not text.strip():
-                raise InvalidRequest("A fact's text is blank.", field=field)
-            if (tokens := len(self._template.fact(text))) > self._max_fact_tokens:
-                limit = self._max_fact_tokens
-                raise TooLarge(f"A fact takes {tokens} tokens; at most {limit} are allowed. Split it.", field=field)
+        check_texts(self._template, texts, field, self._max_fact_tokens)
 
     async def _index(self, placement: Placement) -> None:
         async with self._users.use(placement) as memory:
             await self._residents.index(memory)
 
 
-def _told_again(memory: UserMemory, texts: Sequence[str]) -> list[FactId]:
+def check_texts(template: PromptTemplate, texts: Sequence[str], field: str, limit: int) -> None:
+    """Raises `InvalidRequest` for a blank text, `TooLarge` for one of more than `limit` tokens."""
+    for text in texts:
+        if not text.strip():
+            raise InvalidRequest("A fact's text is blank.", field=field)
+        if (tokens := len(template.fact(text))) > limit:
+            raise TooLarge(f"A fact takes {tokens} tokens; at most {limit} are allowed. Split it.", field=field)
+
+
+def told_in(call: AddCall) -> list[Told]:
+    """What is to be stored."""
+    roles = call.roles or (None,) * len(call.texts)
+    return [
+        Told(text, role, call.scopes, call.metadata, call.expires_on)
+        for text, role in zip(call.texts, roles, strict=True)
+    ]
+
+
+def told_again(memory: UserMemory, texts: Sequence[str]) -> list[FactId]:
     """Facts whose last day has passed, and that are told once more: new ones take their place."""
     if not (expired := memory.expired()):
         return []
@@ -207,7 +217,7 @@ def _told_again(memory: UserMemory, texts: Sequence[str]) -> list[FactId]:
     return [fact.id for fact in memory.facts if fact.id in expired and fact.text_hash in hashes]
 
 
-def _scopes(placement: Placement, told: Sequence[Fact | AddCall]) -> set[Any]:
+def scopes_of(placement: Placement, told: Sequence[Fact | AddCall | Turn]) -> set[Any]:
     """The entities that these were told under, and the one that owns them."""
     return {entity_of(placement.user), *(entity for one in told for entity in entities(one.scopes))}
 

@@ -10,28 +10,36 @@ it is `Unavailable`.
 
 Only `add` makes a user: every other call for one whom nobody has stored anything for is `NotFound`, and a chat is
 answered by any shard, without memory.
+
+Where no shard runs, because nobody asked for a while, one is woken and waited for, up to `wake_s`. An add need not wait
+(`unattended.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 from deployments.messages import ChatCall, ChatEvent
 from deployments.owners import Owners
 from deployments.shard_client import Shards
 from deployments.telemetry import FIRST_TOKEN, RETRIES, about, step
-from sharding.errors import DeadlineExceeded, NotFound, ShardGone, Unavailable, WrongShard
+from sharding.errors import DeadlineExceeded, MemshardError, NotFound, ShardGone, Unavailable, WrongShard
 from sharding.ids import Placement, ShardId, UserId
 
 T = TypeVar("T")
 
 DEFAULT_PATIENCE_S = 8.0  # longer than it takes a heartbeat to run out, and shorter than a client waits
 PAUSE_S = 0.25  # between tries after the second
+ASLEEP_RETRY_S = 10.0
+
+log = logging.getLogger(__name__)
 
 Misplaced = WrongShard | ShardGone
 Hop = Callable[[Placement, float], Awaitable[T]]
@@ -39,20 +47,34 @@ Hop = Callable[[Placement, float], Awaitable[T]]
 
 class OwnerCalls:
     """Sends calls to owners. `deadline_s`: the longest that a request may take in all, retries included. `patience_s`:
-    how long a shard that cannot be reached, but has a heartbeat, is tried again."""
+    how long a shard that cannot be reached, but has a heartbeat, is tried again. `wake_s`: how long a first shard is
+    waited for where none is ready; 0 refuses at once. `or_nobody`: whether adds may be nobody's."""
 
     def __init__(
-        self, shards: Shards, owners: Owners, deadline_s: float, patience_s: float = DEFAULT_PATIENCE_S
+        self,
+        shards: Shards,
+        owners: Owners,
+        deadline_s: float,
+        patience_s: float = DEFAULT_PATIENCE_S,
+        wake_s: float = 0.0,
+        or_nobody: bool = False,
     ) -> None:
         self._shards = shards
         self._owners = owners
         self._deadline_s = deadline_s
         self._patience_s = patience_s
+        self._wake_s = wake_s
+        self._or_nobody = or_nobody
+        self._waking: asyncio.Task[None] | None = None
 
     async def add(self, user: UserId, hop: Hop[T]) -> T:
         """`hop(placement, deadline_s)` sends one call to `placement.shard` and returns its answer; a user who has no
         shard yet gets one."""
-        return await self._send(self._owners.owner, user, hop)
+
+        async def owner(user: UserId) -> Placement:
+            return await self._owners.owner(user, self._or_nobody)
+
+        return await self._send(owner, user, hop)
 
     async def call(self, user: UserId, hop: Hop[T]) -> T:
         """As `add`, for a user who is there already. Raises NotFound."""
@@ -89,7 +111,7 @@ class OwnerCalls:
         failures: list[Misplaced] = []
         while await self._again(failures, began):
             with step("memories", "owner"):
-                placement = await place(user)
+                placement = await self._awake(partial(place, user), left_s)
             about(user=user, shard=placement.shard, epoch=placement.epoch)
             try:
                 async with self._owners.watched(placement.shard):
@@ -120,8 +142,7 @@ class OwnerCalls:
         failures: list[Misplaced] = []
         while await self._again(failures, began):
             with step("chat", "owner"):
-                placement = await self._owners.placed(user) if user is not None else None
-                shard = placement.shard if placement is not None else await self._owners.any_shard(user)
+                placement, shard = await self._awake(partial(self._for_chat, user), left_s)
             about(user=user, shard=shard, epoch=placement.epoch if placement is not None else None)
             started = False
             try:
@@ -143,6 +164,38 @@ class OwnerCalls:
                     raise Unavailable(lost, lost=1) from error
                 RETRIES.labels(type(error).__name__).inc()
         raise _unavailable() from failures[-1]
+
+    async def _for_chat(self, user: UserId | None) -> tuple[Placement | None, ShardId]:
+        placement = await self._owners.placed(user) if user is not None else None
+        return placement, placement.shard if placement is not None else await self._owners.any_shard(user)
+
+    async def _awake(self, place: Callable[[], Awaitable[T]], left_s: Callable[[], float]) -> T:
+        """What `place` finds, once a shard is ready. Raises `Unavailable`."""
+        try:
+            return await place()
+        except Unavailable:
+            if not self._wake_s or not await self._owners.asleep():
+                raise
+        try:
+            async with asyncio.timeout(min(self._wake_s, left_s())):
+                while await self._owners.asleep():
+                    self._wake()
+                    await asyncio.sleep(PAUSE_S)
+        except TimeoutError:
+            asleep = "No shard runs at the moment, and none has started yet; send the request again shortly."
+            raise Unavailable(asleep, retry_after_s=ASLEEP_RETRY_S) from None
+        return await place()
+
+    def _wake(self) -> None:
+        """Sees to it that a call for a first shard is under way; one for all who wait."""
+        if self._waking is None or self._waking.done():
+            self._waking = asyncio.create_task(self._woken())
+
+    async def _woken(self) -> None:
+        try:
+            await self._shards.wake(self._wake_s)
+        except MemshardError as error:
+            log.warning("No shard could be woken: %s", error)
 
     async def _again(self, failures: list[Misplaced], began: float) -> bool:
         """Whether to try (again): once more at once, then with pauses, until the patience ends. A shard that lies on a

@@ -2,9 +2,10 @@
 
     a placement in the cache, owner alive    -> that; no round trip, also while Redis is away
     a placement in the directory, owner alive -> that, and into the cache
-    a placement whose owner is gone          -> the policy picks a live shard, the directory decides who wins
+    a placement whose owner is gone or leaves -> the policy picks a live shard, the directory decides who wins
     none                                     -> the same, but only to store something: whoever asks for ids that do not
                                                 exist must not fill Redis
+    no shard lives                           -> to store something, `NOBODY`, see `unattended.py`
 
 Whether a cached owner is alive is known from the heartbeats, read once a second beside the requests. While Redis is
 away placements say so (`Placement.redis_away`): only then may an owner serve that cannot ask Redis itself.
@@ -28,7 +29,7 @@ from zlib import crc32
 
 from sharding.directory import PlacementCache
 from sharding.errors import RetryableError, ShardGone, Unavailable
-from sharding.ids import Placement, ShardId, UserId
+from sharding.ids import NOBODY, Placement, ShardId, UserId
 from sharding.placement import Choices, ShardReport
 
 
@@ -77,30 +78,36 @@ class Owners:
         self._waiting: dict[ShardId, set[asyncio.Timeout]] = {}
         self._watching: asyncio.Task[None] | None = None
 
-    async def owner(self, user: UserId) -> Placement:
-        """The placement to send this user's request to; one who has none gets one. Raises Unavailable."""
-        return await self.placed(user) or await self._claim(user, None)
+    async def owner(self, user: UserId, or_nobody: bool = False) -> Placement:
+        """The placement to send this user's request to; one who has none gets one. `or_nobody`: where no shard lives,
+        the owner may be `NOBODY`. Raises Unavailable."""
+        return await self.placed(user, or_nobody) or await self._claim(user, None, or_nobody)
 
-    async def placed(self, user: UserId) -> Placement | None:
+    async def placed(self, user: UserId, or_nobody: bool = False) -> Placement | None:
         """As `owner`, but None for a user for whom nothing was ever stored. Raises Unavailable."""
         cached = self._cache.get(user)
         if cached is not None and cached.shard not in self._gone:
             if self._redis_is_away():
                 self._read_soon()
                 return replace(cached, redis_away=True)
-            if not self._is_missing(cached.shard):
+            if not self._has_left(cached.shard):
                 self._read_soon()
                 return cached
         placement = await self._directory.lookup(user)
         if placement is None:
             return None
-        if not await self._is_alive(placement.shard):
-            return await self._claim(user, placement)
+        if not await self._is_alive(placement.shard) or self._reports[placement.shard].leaving:
+            return await self._claim(user, placement, or_nobody)
         self._cache.put(placement)
         return placement
 
-    async def _claim(self, user: UserId, expected: Placement | None) -> Placement:
+    async def _claim(self, user: UserId, expected: Placement | None, or_nobody: bool) -> Placement:
         reports = await self.live()
+        if or_nobody and all(report.leaving for report in reports.values()):
+            self._cache.forget(user)
+            if expected is not None and expected.shard == NOBODY:
+                return expected
+            return await self._directory.claim(user, NOBODY, expected)
         if self._choices is None:
             self._choices = self._policy.choices(reports.values())
         try:
@@ -127,6 +134,10 @@ class Owners:
             raise Unavailable("No shard is ready to answer; retry when one has started.", retry_after_s=2.0)
         turn = next(self._turn) if user is None else crc32(user.encode(errors="surrogatepass"))
         return ready[turn % len(ready)]
+
+    async def asleep(self) -> bool:
+        """Whether no shard is ready. Raises Unavailable."""
+        return not any(report.ready for report in (await self.live()).values())
 
     async def live(self, newest: bool = False) -> dict[ShardId, ShardReport]:
         """The live shards' last reports, at most `reports_ttl_s` old; `newest` asks Redis now. Raises Unavailable."""
@@ -175,6 +186,9 @@ class Owners:
     @asynccontextmanager
     async def watched(self, shard: ShardId) -> AsyncIterator[None]:
         """Wait for a shard, but not when its heartbeat has run out (it hangs, or cannot be reached): then ShardGone."""
+        if shard == NOBODY:
+            yield
+            return
         try:
             async with asyncio.timeout(None) as wait:
                 waiting = self._waiting.setdefault(shard, set())
@@ -205,9 +219,10 @@ class Owners:
     def _redis_is_away(self) -> bool:
         return self._failed_at > self._read_at
 
-    def _is_missing(self, shard: ShardId) -> bool:
-        """Whether the shard has no heartbeat, as of reports that are new enough to know."""
-        return shard not in self._reports and self._clock() - self._read_at <= 2 * self._reports_ttl_s
+    def _has_left(self, shard: ShardId) -> bool:
+        """Whether the shard has no heartbeat or leaves, as of reports that are new enough to know."""
+        report = self._reports.get(shard)
+        return (report is None or report.leaving) and self._clock() - self._read_at <= 2 * self._reports_ttl_s
 
     def _read_soon(self) -> None:
         """Read the heartbeats beside the requests, where that was not done lately."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 
+from deployments.settings import ShardSettings
 from sharding.errors import TooLarge
 from sharding.fact_records import Fact, Told
+from sharding.facts import FactStore
 from sharding.limits import TenantBytes
 from sharding.memory import UserMemory
 
@@ -38,6 +40,12 @@ class Quotas:
         """Facts are gone from `memory`."""
         if self._tenant is not None:
             await self._tenant.note(memory.placement.user, size_of(memory.facts))
+
+
+def quotas_of(settings: ShardSettings, store: FactStore) -> Quotas:
+    """As the settings say."""
+    limit = settings.tenant_bytes
+    return Quotas(settings.user_bytes, None if limit is None else store.tenant_bytes(limit))
 
 
 def size_of(facts: Iterable[Fact | Told]) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import math
 import os
 import socket
 import time
@@ -43,6 +44,12 @@ OpenShard = Callable[[ShardSettings, ShardId, Directory, FactStore, Lease], "Awa
 FLUSH_S = 5.0
 """How long a shard that stops waits for its chunks' files."""
 
+LEAVE_S = 15.0
+"""How long a shard that is about to be stopped moves its users, while it answers what it was asked."""
+
+STILL_CHECKED_S = 1.0
+"""A shard that Serve checks later than this after it seemed to stop it is not being stopped: the controller is back."""
+
 log = logging.getLogger(__name__)
 
 
@@ -55,6 +62,9 @@ class ShardReplica:
     _running: AsyncExitStack | None = None  # ends what the start began
     _held: socket.socket | None = None
     _ready = True
+    _asked_at = -math.inf
+    _leaving: asyncio.Task[None] | None = None
+    _left_at = 0.0
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, settings: ShardSettings, open_shard: OpenShard | None = None
@@ -91,9 +101,10 @@ class ShardReplica:
             self._running = undo.pop_all()
 
     async def chat(
-        self, call: ChatCall, along: Carried | None = None
+        self, call: ChatCall, along: Carried | None = None, leaving: bool = False
     ) -> AsyncGenerator[ChatEvent | MemshardError, None]:
-        """See `Shard.chat`."""
+        """See `Shard.chat`. `leaving`: Serve has taken this replica off its list."""
+        self._asked(leaving)
         continued(along, user=call.asker, epoch=call.placement.epoch if call.placement is not None else None)
         async with aclosing(self._shard.chat(call)) as events:
             try:
@@ -102,8 +113,9 @@ class ShardReplica:
             except MemshardError as error:
                 yield self._told(error)
 
-    async def ask(self, call: MemoryCall[Any], along: Carried | None = None) -> Any:
-        """See `Shard.ask`."""
+    async def ask(self, call: MemoryCall[Any], along: Carried | None = None, leaving: bool = False) -> Any:
+        """See `Shard.ask`. `leaving`: as for `chat`."""
+        self._asked(leaving)
         continued(along, user=call.placement.user, epoch=call.placement.epoch)
         try:
             return await self._shard.ask(call)
@@ -172,14 +184,19 @@ class ShardReplica:
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Called by Serve every few seconds, where the number of shards follows the load."""
         shard = self._shard
+        asked_lately = shard.requests_in_flight > 0 or time.monotonic() - self._asked_at < self._settings.active_s
         return {
+            autoscaling.ASKED_LATELY: float(asked_lately),
             autoscaling.ACTIVE_BYTES: shard.ledger.bytes_used_within(self._settings.active_s),
             autoscaling.ENCODE_BACKLOG: shard.encoder.backlog(),
             autoscaling.REQUESTS: shard.requests_in_flight,
         }
 
     async def check_health(self) -> None:
-        """Called by Serve; raising makes it replace this replica."""
+        """Called by Serve; raising makes it replace this replica. Of one that it stops it asks no more."""
+        if self._leaving is not None and time.monotonic() - self._left_at > STILL_CHECKED_S:
+            self._leaving.cancel()
+            self._leaving, self._ready, self._lease.ended = None, True, False
         if self._shard.engine.dead:
             self._free_cores()
         await self._shard.engine.check_health()
@@ -197,9 +214,29 @@ class ShardReplica:
         if self._held is not None:
             self._held.close()
 
+    def _asked(self, leaving: bool) -> None:
+        """Serve ends a replica when all that was asked of it is answered, and kills it when that takes too long. It
+        does not tell it so; whoever still asks does. Its users have to go elsewhere, or they keep it until it is
+        killed."""
+        self._asked_at = time.monotonic()
+        if leaving and self._leaving is None:
+            self._left_at = self._asked_at
+            self._leaving = asyncio.create_task(self._leave())
+
+    async def _leave(self) -> None:
+        """Moves users to others, as far as there is time and anybody else; the rest are free to be claimed then."""
+        report = await self.drain(LEAVE_S)
+        log.info("This shard is being stopped: %s", report)
+        self._ready = False
+        self._lease.ended = True  # before anybody may claim them: from now on the directory is asked for each call
+        with suppress(Unavailable):  # the next heartbeat says it
+            await self._beat()
+
     async def _hand_over(self) -> None:
         """Where others see this shard's files, users go on there with their chunks. Nothing rests on it: without such
         files they are claimed when they come, and this machine's files wait for its next shard."""
+        if self._leaving is not None:
+            await asyncio.wait({self._leaving}, timeout=self._settings.drain_s)
         if self._shard.engine.dead or all(tier.exclusive for tier in self._shard.tiers.files):
             return
         report = await self.drain(self._settings.drain_s)
@@ -229,6 +266,7 @@ class ShardReplica:
             shard=self._me,
             model=self._settings.model,
             ready=self._ready,
+            leaving=self._lease.ended,
             free_bytes=self._shard.ledger.budget_bytes - self._shard.ledger.bytes,
             users=status.users,
             requests_in_flight=status.requests_in_flight,

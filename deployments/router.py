@@ -6,8 +6,11 @@ The gateway knows from the directory which shard owns a user, and pins every cal
 - the named replica is known              -> that replica, without a queue in front of it and without a probe
 - it refused (its `max_ongoing_requests`) -> `Busy`; admission proper is the shard's own
 - its actor is dead                       -> `ShardGone` with `certain=True`, so that its users can be claimed at once
-- not known, or not any more              -> wait `grace_s` for Serve's next update, then `ShardGone`, not certain:
-                                             Serve also takes a replica off its list while it reconfigures or stops it
+- it lives, but is off Serve's list       -> that replica, and it is told so: Serve is about to stop it, answers what it
+                                             was asked before, and its users are the replica's to hand over
+- not known                               -> wait `grace_s` for Serve's next update, then `ShardGone`, not certain
+- the name `ANY`                          -> the first replica that there is, however long that takes: Serve starts one
+                                             where there is none, as for any call that waits
 - no name                                 -> refused; balancing would break "one owner"
 
 Serve's own machinery (`choose_replicas` in a bounded set of routing tasks) is bypassed by overriding the private
@@ -29,8 +32,15 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 from sharding.errors import Busy, MemshardError, ShardGone
 from sharding.ids import ShardId
 
+ANY = ShardId("*")
+"""Stands for no shard in particular, in a call that is about no user."""
+
+TOLD_TO_LEAVE = frozenset({"chat", "ask"})
+"""Methods that take `leaving`."""
+
 DEFAULT_GRACE_S = 0.5
 PROBE_PAUSE_S = 0.05
+DEPARTED_KEPT = 64
 
 
 class PinnedRouter(RequestRouter):  # type: ignore[misc]  # ray ships no types
@@ -48,7 +58,8 @@ class PinnedRouter(RequestRouter):  # type: ignore[misc]  # ray ships no types
         """Serve's list of the running replicas changed."""
         self._departed |= self.curr_replicas
         super().update_replicas(replicas)
-        self._departed = {id: replica for id, replica in self._departed.items() if id not in self.curr_replicas}
+        departed = [(id, replica) for id, replica in self._departed.items() if id not in self.curr_replicas]
+        self._departed = dict(departed[-DEPARTED_KEPT:])
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         """A call to this replica found its actor dead, perhaps before Serve's controller did."""
@@ -66,6 +77,8 @@ class PinnedRouter(RequestRouter):  # type: ignore[misc]  # ray ships no types
         shard = ShardId(pending_request.metadata.session_id)
         if not shard:
             raise MemshardError("A call to a shard must name it: use handle.options(session_id=<ShardId>).")
+        if shard == ANY:
+            return await self._first()
         replica_id = ReplicaID(unique_id=shard, deployment_id=self._deployment_id)
         replica = self.curr_replicas.get(replica_id)
         if replica is not None and not is_retry:
@@ -75,6 +88,10 @@ class PinnedRouter(RequestRouter):  # type: ignore[misc]  # ray ships no types
             raise Busy(f"Shard {shard} takes no more requests at the moment.", shard=shard)
         if await self._is_dead(replica_id):
             raise ShardGone(f"Shard {shard} died.", shard=shard, certain=True)
+        if replica is None and not is_retry and (leaving := self._departed.get(replica_id)):
+            if pending_request.metadata.call_method in TOLD_TO_LEAVE:
+                pending_request.kwargs["leaving"] = True
+            return leaving
         if replica is None and (arrived := await self._wait_for(replica_id)):
             return arrived
         raise ShardGone(f"Shard {shard} cannot be reached.", shard=shard, certain=False)
@@ -99,6 +116,13 @@ class PinnedRouter(RequestRouter):  # type: ignore[misc]  # ray ships no types
                 return
             except ActorUnavailableError:
                 await asyncio.sleep(PROBE_PAUSE_S)
+
+    async def _first(self) -> RunningReplica:
+        """Any replica, as soon as there is one; the caller's deadline ends the wait."""
+        while not self.curr_replicas:
+            self._replicas_updated_event.clear()
+            await self._replicas_updated_event.wait()
+        return next(iter(self.curr_replicas.values()))
 
     async def _wait_for(self, replica_id: ReplicaID) -> RunningReplica | None:
         """The replica as soon as it is on Serve's list, or None after the grace."""

@@ -24,6 +24,7 @@ class GatewaySettings:
     max_top_k: int = 100
     deadline_s: float = 120.0  # the longest that a request may take in all, its last token included
     patience_s: float = 8.0  # how long a shard that cannot be reached, but has a heartbeat, is tried again
+    wake_s: float = 0.0  # how long a request waits for a first shard where none runs
     max_fact_chars: int = 8_192  # of one fact's text
     max_facts_per_call: int = 100  # messages in one POST /v1/memories
     max_body_bytes: int = 1 << 20

@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 from deployments.memory_calls import DrainReport, MemoryCall
 from deployments.messages import ChatCall, ChatEvent, ChatFinished, ShardStatus
 from deployments.ray_errors import as_memshard_error
+from deployments.router import ANY
 from deployments.telemetry import carried
 from sharding.errors import DeadlineExceeded, MemshardError, ShardGone
 from sharding.ids import ShardId
@@ -49,6 +50,9 @@ class Shards(Protocol):
 
     async def prove(self, shard: ShardId, deadline_s: float) -> ShardStatus:
         """The same, after its canary was asked again."""
+
+    async def wake(self, deadline_s: float) -> None:
+        """Has a first shard started, where the number of shards may be none; returns when it answers."""
 
 
 class ShardClient(Shards):
@@ -99,6 +103,9 @@ class ShardClient(Shards):
 
     async def prove(self, shard: ShardId, deadline_s: float) -> ShardStatus:
         return await self._call(shard, "prove", deadline_s)  # type: ignore[no-any-return]
+
+    async def wake(self, deadline_s: float) -> None:
+        await self._call(ANY, "status", deadline_s)
 
     async def _call(self, shard: ShardId, method: str, deadline_s: float, *args: object) -> Any:
         response = self._handle.options(session_id=shard, method_name=method, stream=False).remote(*args)

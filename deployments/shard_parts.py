@@ -15,7 +15,7 @@ from deployments.encode_pace import EncodePace
 from deployments.encoder import Encoder
 from deployments.heads import Heads
 from deployments.ports import Embeds
-from deployments.quotas import Quotas
+from deployments.quotas import quotas_of
 from deployments.resident import Residents
 from deployments.settings import ShardSettings
 from deployments.shard import Shard
@@ -72,9 +72,7 @@ def put_together(
         max_requests_in_flight=settings.max_requests_in_flight,
         max_fact_tokens=settings.max_fact_tokens,
         rebuilding=RebuildPolicy(settings.rebuild_after_s, settings.rebuild_stale_share),
-        quotas=Quotas(
-            settings.user_bytes, None if settings.tenant_bytes is None else store.tenant_bytes(settings.tenant_bytes)
-        ),
+        quotas=quotas_of(settings, store),
     )
 
 

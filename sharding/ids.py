@@ -14,6 +14,10 @@ FactId = NewType("FactId", str)
 ShardId = NewType("ShardId", str)
 """A running shard replica: the Serve replica's unique id. A restarted one has a new id, so it is its own boot id."""
 
+NOBODY = ShardId("nobody")
+"""Stands for the owner of users for whom facts are stored while no shard lives. Under its epoch nothing is held in any
+process, so whoever reads a placement of its may append; the next shard claims the user from it as from a dead one."""
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:

@@ -21,6 +21,7 @@ class Lease:
         self.grace_s = grace_s
         self.clock = clock
         self.term = 0  # counts leases without a gap; 0 before the first heartbeat
+        self.ended = False  # whether it was given up: others may take the users at any time
         self._expires_at = -math.inf
         self._histories: frozenset[str] | None = None
 
@@ -35,8 +36,8 @@ class Lease:
         self._expires_at = max(self._expires_at, sent_at + self.ttl_s)
 
     def valid(self) -> bool:
-        return self.clock() < self._expires_at
+        return not self.ended and self.clock() < self._expires_at
 
     def in_grace(self) -> bool:
         """Whether the lease is valid or ran out less than `grace_s` ago."""
-        return self.clock() < self._expires_at + self.grace_s
+        return not self.ended and self.clock() < self._expires_at + self.grace_s

@@ -21,6 +21,7 @@ class ShardReport(BaseModel):
     shard: ShardId
     model: str
     ready: bool  # whether it takes requests
+    leaving: bool = False  # whether others may claim its users; it still answers what it was asked before
     free_bytes: int  # memory left for users' KV
     users: int = Field(ge=0)  # users whose memory is resident
     requests_in_flight: int = Field(ge=0)

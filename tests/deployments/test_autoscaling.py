@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.autoscaling import ACTIVE_BYTES, ENCODE_BACKLOG, REQUESTS, Reports, ShardScaling
+from deployments.autoscaling import ACTIVE_BYTES, ASKED_LATELY, ENCODE_BACKLOG, REQUESTS, Reports, ShardScaling
 
 UP_S, DOWN_S, TICK_S = 4.0, 60.0, 0.5
 MIN, MAX = 1, 8
@@ -20,10 +20,17 @@ POLICY = ShardScaling(bytes_a_shard=100, backlog_a_shard=50, requests_a_shard=10
 
 
 @dataclass
+class Said:
+    """One sample of a shard's."""
+
+    value: float
+
+
+@dataclass
 class Context:
     """What Serve hands over."""
 
-    aggregated_metrics: Reports | None
+    raw_metrics: dict[str, dict[Any, list[Said]]] | None
     target_num_replicas: int
     policy_state: dict[str, Any] = field(default_factory=dict)
     current_time: float | None = 0.0
@@ -34,6 +41,7 @@ class Cluster:
     """Serve's part: it calls the policy in turns and bounds what it says."""
 
     shards: int = MIN
+    least: int = MIN
     now: float = 1_000.0
     state: dict[str, Any] = field(default_factory=dict)
 
@@ -42,9 +50,9 @@ class Cluster:
         history = []
         for _ in range(round(seconds / TICK_S)):
             self.now += TICK_S
-            reports = {REQUESTS: {shard: load(self.now) / self.shards for shard in range(self.shards)}}
+            reports = {REQUESTS: {n: [Said(999.0), Said(load(self.now) / self.shards)] for n in range(self.shards)}}
             wanted, self.state = POLICY(Context(reports, self.shards, self.state, self.now))
-            self.shards = min(MAX, max(MIN, wanted))
+            self.shards = min(MAX, max(self.least, wanted))
             history.append(self.shards)
         return history
 
@@ -62,6 +70,8 @@ def changes(history: Iterable[int]) -> int:
         ({REQUESTS: {"a": 10.0, "b": 1.0}}, 2),
         ({ACTIVE_BYTES: {"a": 90.0, "b": 250.0}, REQUESTS: {"a": 1.0}}, 4),
         ({ENCODE_BACKLOG: {"a": 101.0}}, 3),
+        ({ASKED_LATELY: {"a": 1.0, "b": 1.0}}, 1),
+        ({ASKED_LATELY: {"a": 0.0}}, 0),
     ],
 )
 def test_the_scarcest_need_counts(reports: Reports, wanted: int) -> None:
@@ -126,3 +136,11 @@ def test_what_it_remembers_stays_small() -> None:
 def test_a_controller_that_forgot_waits_a_window_before_it_stops_any() -> None:
     cluster = Cluster(shards=5)
     assert set(cluster.run(DOWN_S - TICK_S, lambda _: 0)) == {5}
+
+
+def test_a_shard_that_was_woken_stays_for_a_window_and_goes_if_nobody_asks() -> None:
+    cluster = Cluster(shards=0, least=0)
+    assert set(cluster.run(3 * DOWN_S, lambda _: 0)) == {0}
+    cluster.shards = 1  # Serve's doing: a call waited
+    assert set(cluster.run(DOWN_S - TICK_S, lambda _: 0)) == {1}
+    assert cluster.run(3 * TICK_S, lambda _: 0)[-1] == 0

@@ -92,6 +92,18 @@ async def test_a_shard_first_not_reached_and_then_known_dead_is_left_too(
     assert cluster.shards.of(ADA) is cluster.other_than(owner)
 
 
+async def test_a_shard_that_leaves_keeps_its_streams_and_its_users_go_to_another(cluster: Cluster) -> None:
+    first = cluster.place(ADA)
+    owners = Owners(cluster.directory, PlacementPolicy(), PlacementCache(9), reports_ttl_s=0.05)
+    assert await owners.placed(ADA) == Placement(ADA, first.id, 1)
+    async with owners.watched(first.id):
+        report = cluster.directory.reports[first.id]
+        cluster.directory.reports[first.id] = report.model_copy(update={"ready": False, "leaving": True})
+        await asyncio.sleep(0.2)  # as long as it is looked after
+    await owners.live(newest=True)
+    assert await owners.placed(ADA) == Placement(ADA, cluster.other_than(first).id, 2)
+
+
 async def test_a_moved_user_is_followed_to_the_new_owner(client: httpx.AsyncClient, cluster: Cluster) -> None:
     old = await owner_after_a_chat(client, cluster)
     new = cluster.other_than(old)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,13 +15,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
 
 from deployments import deterministic
-from deployments.autoscaling import ACTIVE_BYTES, ENCODE_BACKLOG, REQUESTS
+from deployments.autoscaling import ACTIVE_BYTES, ASKED_LATELY, ENCODE_BACKLOG, REQUESTS
 from deployments.memory_calls import AddCall
 from deployments.messages import ChatCall, ChatFinished, Sampling
 from deployments.replica import ShardReplica
 from deployments.settings import ShardSettings
 from sharding.client import connect
 from sharding.directory import Directory
+from sharding.errors import WrongShard
 from sharding.ids import Placement, ShardId, UserId
 from sharding.keys import KeySpace
 from tests.sharding.real_valkey import running_valkey
@@ -94,6 +97,32 @@ async def test_its_status_has_the_latencies_of_the_last_minutes(replica: ShardRe
 
 async def test_it_reports_its_load_to_the_autoscaler(replica: ShardReplica) -> None:
     stats = await replica.record_autoscaling_stats()
-    assert stats.keys() == {ACTIVE_BYTES, ENCODE_BACKLOG, REQUESTS}
+    assert stats.keys() == {ACTIVE_BYTES, ASKED_LATELY, ENCODE_BACKLOG, REQUESTS}
     assert stats[ACTIVE_BYTES] > 0
+    assert stats[ASKED_LATELY] == 1
     assert stats[REQUESTS] == 0
+
+
+async def test_a_shard_that_serve_stops_lets_its_users_go_and_stays_where_serve_goes_on_checking_it(
+    replica: ShardReplica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    placement = await replica._directory.lookup(ADA)
+    assert placement is not None
+    call = ChatCall("d", placement, ({"role": "user", "content": "What does Ada like?"},), Sampling())
+    assert [event async for event in replica.chat(call, None, leaving=True)], "it still answers"
+    await asyncio.wait_for(asyncio.shield(replica._leaving), 10)  # type: ignore[arg-type]
+    report = (await replica._directory.shards())[ME]
+    assert (report.ready, report.leaving) == (False, True)
+    assert [event async for event in replica.chat(call, None)], "nobody has claimed her yet"
+
+    other = await replica._directory.claim(ADA, ShardId("another"), placement)
+    (refused,) = [event async for event in replica.chat(call, None)]
+    assert isinstance(refused, WrongShard), "however long its lease was to last"
+
+    monkeypatch.setattr("deployments.replica.STILL_CHECKED_S", 0.0)
+    await replica.check_health()
+    await replica._beat()
+    report = (await replica._directory.shards())[ME]
+    assert (report.ready, report.leaving) == (True, False)
+    back = await replica._directory.claim(ADA, ME, other)
+    assert [event async for event in replica.chat(replace(call, placement=back), None)]

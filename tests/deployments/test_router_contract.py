@@ -42,8 +42,8 @@ async def router() -> PinnedRouter:
     return router
 
 
-def pinned_to(unique_id: str) -> PendingRequest:
-    metadata = RequestMetadata(request_id="r", internal_request_id="i", session_id=unique_id)
+def pinned_to(unique_id: str, method: str = "ask") -> PendingRequest:
+    metadata = RequestMetadata(request_id="r", internal_request_id="i", session_id=unique_id, call_method=method)
     return PendingRequest(args=[], kwargs={}, metadata=metadata)
 
 
@@ -114,17 +114,35 @@ async def test_a_dead_replica_is_gone_for_certain_and_without_a_wait(router: Pin
         assert gone.value.details["certain"] is True
 
 
-async def test_a_replica_that_leaves_and_returns_alive_is_waited_for(router: PinnedRouter) -> None:
+@pytest.mark.parametrize("method", ["chat", "ask", "status"])
+async def test_a_replica_that_serve_stops_is_still_asked_and_told(router: PinnedRouter, method: str) -> None:
     replica = Replica("a")
     router.update_replicas([replica])
-    router.update_replicas([])  # Serve reconfigures it
-    with pytest.raises(ShardGone) as gone:
-        await router._choose_replica_for_request(pinned_to("a"))
+    router.update_replicas([])
+    call = pinned_to("a", method)
+    assert await router._choose_replica_for_request(call) is replica
+    assert call.kwargs == ({} if method == "status" else {"leaving": True})
+    with pytest.raises(ShardGone) as gone:  # it takes no more
+        await router._choose_replica_for_request(call, is_retry=True)
     assert gone.value.details["certain"] is False
-    waiting = asyncio.ensure_future(router._choose_replica_for_request(pinned_to("a")))
-    await asyncio.sleep(0.01)
     router.update_replicas([replica])
-    assert await waiting is replica
+    again = pinned_to("a", method)
+    assert await router._choose_replica_for_request(again) is replica
+    assert again.kwargs == {}
+
+
+async def test_any_replica_is_waited_for_as_long_as_there_is_none(router: PinnedRouter) -> None:
+    waiting = asyncio.ensure_future(router._choose_replica_for_request(pinned_to("*")))
+    await asyncio.sleep(0.1)
+    assert not waiting.done()
+    router.update_replicas([Replica("a")])
+    assert (await waiting).replica_id.unique_id == "a"
+
+
+def test_a_call_that_waits_for_a_replica_counts_as_queued_and_wakes_serve() -> None:
+    source = inspect.getsource(AsyncioRouter._route_and_send_request_once)
+    counted = source.index("wrap_queued_request(is_retry, num_curr_replicas)")
+    assert counted < source.index("_choose_replica_for_request(") < source.index("try_send_request(pr")
 
 
 async def test_a_replica_that_refused_is_busy_and_one_that_was_not_reached_is_gone(router: PinnedRouter) -> None:

@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -20,14 +20,16 @@ import uvicorn
 from fastapi import FastAPI
 
 from deployments import exposition
-from deployments.deterministic import open_shard
+from deployments.deterministic import open_shard, open_template
 from deployments.distiller import Decision
 from deployments.gateway import Gateway, GatewayStores, create_app
 from deployments.memory_calls import MemoryCall
 from deployments.messages import ChatCall, ChatEvent, ShardStatus
+from deployments.quotas import quotas_of
 from deployments.settings import GatewaySettings, ShardSettings
 from deployments.shard import Shard
 from deployments.shard_client import Shards
+from deployments.unattended import Unattended
 from sharding.api_keys import KeyStore
 from sharding.client import connect
 from sharding.directory import Directory
@@ -73,6 +75,7 @@ class LocalShards(Shards):
 
     def __init__(self) -> None:
         self.by_id: dict[ShardId, Shard] = {}
+        self.start: Callable[[], Awaitable[None]] | None = None  # what a wake does; None: nothing, it waits
 
     async def chat(self, shard: ShardId, call: ChatCall, deadline_s: float) -> AsyncGenerator[ChatEvent, None]:
         async for event in self.by_id[shard].chat(_sent(call)):
@@ -102,6 +105,12 @@ class LocalShards(Shards):
     async def prove(self, shard: ShardId, deadline_s: float) -> ShardStatus:
         await self.by_id[shard].canary.prove()
         return await self.status(shard, deadline_s)
+
+    async def wake(self, deadline_s: float) -> None:
+        if self.start is None:
+            await asyncio.sleep(deadline_s)
+        else:
+            await self.start()
 
     async def metrics(self, shard: ShardId, deadline_s: float) -> str:
         return exposition.of_status(asdict(await self.status(shard, deadline_s)))
@@ -168,12 +177,21 @@ class Town:
             shard.distillation.distiller = SentenceReader()  # its engine cannot write what one asks for
             undo.callback(shard.close)
             self.shards.by_id[id] = shard
-            report = ShardReport(shard=id, model=MODEL, ready=True, free_bytes=1, users=0, requests_in_flight=0)
-            await directory.heartbeat(report.model_dump_json(), id, TTL_S)
+            await self.beat(directory, id)
         self.api_keys = KeyStore(client, self.keys)
         minutes = Minutes(client, self.keys)
-        stores = GatewayStores(directory, Registry(client, self.keys), self.api_keys, minutes)
+        facts = FactStore(client, self.keys)
+        quotas = quotas_of(shard_settings, facts)
+        self.unattended = Unattended(facts, open_template, quotas, max_fact_tokens=more["max_fact_tokens"])
+        registry = Registry(client, self.keys)
+        stores = GatewayStores(directory, registry, self.api_keys, minutes, unattended=self.unattended)
+        self.directory = directory
         return create_app(Gateway(self.shards, stores, PlacementPolicy(), self._settings))
+
+    @staticmethod
+    async def beat(directory: Directory, id: ShardId) -> None:
+        report = ShardReport(shard=id, model=MODEL, ready=True, free_bytes=1, users=0, requests_in_flight=0)
+        await directory.heartbeat(report.model_dump_json(), id, TTL_S)
 
     def stop(self) -> None:
         if self._server is not None:
