@@ -6,8 +6,8 @@
     fewer shards = the most that was wanted in the last `down_s`: a pause of a moment stops nothing
 
 So the number does not follow a load that rises and falls faster than `down_s`, and is back at its minimum one `down_s`
-after the load has gone. After a rise both windows begin anew: what was wanted before a shard was woken says nothing
-about it. Bytes count only for users who were active: a chunk store is a cache and stays full.
+after the load has gone. A rise is kept for one `down_s`: what was wanted before a shard was woken says nothing about
+it. Bytes count only for users who were active: a chunk store is a cache and stays full.
 
 Serve's controller calls it several times a second, bounds it, starts the first shard itself where there is none and a
 call waits for one (`shard_client.py::ShardClient.wake`), and chooses which replica ends: its users are handed over
@@ -69,18 +69,17 @@ class ShardScaling:
     def __call__(self, ctx: Context) -> tuple[int, dict[str, Any]]:
         """The number of shards, and the state for the next call."""
         now = ctx.current_time if ctx.current_time is not None else time.time()
-        target = ctx.target_num_replicas
-        risen = target > ctx.policy_state.get("target", target)
-        before = () if risen else ctx.policy_state.get("wanted", ())
-        remembered: Remembered = [(at, wanted) for at, wanted in before]
+        state, target = ctx.policy_state, ctx.target_num_replicas
+        risen_at = now if target > state.get("target", target) else state.get("risen_at", -math.inf)
+        remembered: Remembered = [(at, wanted) for at, wanted in state.get("wanted", ())]
         remembered.append((now, self.wanted(newest(ctx.raw_metrics or {}))))
         remembered = _thinned(remembered, now - max(self._up_s, self._down_s))
         least = _extreme(min, remembered, now - self._up_s)
         most = _extreme(max, remembered, now - self._down_s)
-        state = {"wanted": remembered, "target": target}
+        state = {"wanted": remembered, "target": target, "risen_at": risen_at}
         if least is not None and least > target:
             return least, state
-        if most is not None and most < target:
+        if most is not None and most < target and now - risen_at >= self._down_s:
             return most, state
         return target, state
 
