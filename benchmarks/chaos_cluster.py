@@ -185,16 +185,10 @@ class ChaosCluster:
         application = build(
             settings,
             redis_url=redis_url,
-<<<<<<< HEAD
             model_path=self._model or NOWHERE,
             embedding_path=NOWHERE if self._model is None else models.embedding_model(settings),
             open_shard=partial(opens, self.directory),
-=======
-            model_path=NOWHERE,
-            embedding_path=NOWHERE,
-            open_shard=deterministic.open_shard,
-            open_template=deterministic.open_template,
->>>>>>> 0f9fe2f (Keep facts and wake a shard where none runs; let a shard that Serve stops hand its users over while it answers)
+            open_template=deterministic.open_template if self._model is None else None,
         )
         serve.run_many(
             [serve.RunTarget(application, name=APPLICATION, route_prefix="/")],
