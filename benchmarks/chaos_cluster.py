@@ -199,9 +199,12 @@ class ChaosCluster:
     async def stop(self) -> None:
         """Nothing of it runs afterwards."""
         import ray
+        from ray._common.utils import reset_ray_address
 
         with suppress(Exception):  # half of it may be dead already: what is left is killed
             await asyncio.to_thread(ray.shutdown)
+        with suppress(OSError):
+            reset_ray_address()  # a file of the whole machine that names ours
         processes.end_descendants(1.0)
         await self.proxy.stop()
         await self.redis.stop()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import psutil
+import pytest
 
 from cluster.processes import runs
 from tests.cluster.test_whole_path import FACTS
@@ -18,8 +19,8 @@ def a_replica(server: WholeServer) -> psutil.Process:
     return an_engine(server).parent()
 
 
-def an_engine(server: WholeServer) -> psutil.Process:
-    return next(process for process in running(server) if "EngineCore" in _title(process))
+def an_engine(server: WholeServer, part: str = "EngineCore") -> psutil.Process:
+    return next(process for process in running(server) if part in _title(process))
 
 
 def running(server: WholeServer) -> list[psutil.Process]:
@@ -57,14 +58,15 @@ def test_a_killed_replica_leaves_no_process_and_no_user_behind_and_is_replaced(s
         assert server.ask(user, "What do I play?")["memory"]["injected_tokens"] > 0
 
 
-def test_users_of_a_shard_whose_engine_died_are_answered_by_the_other(server: WholeServer) -> None:
-    users = [f"engine-{n}" for n in range(6)]
+@pytest.mark.parametrize("part", ["EngineCore", "VLLM::Worker"])
+def test_users_of_a_shard_whose_engine_died_are_answered_by_the_other(server: WholeServer, part: str) -> None:
+    users = [f"{part}-{n}" for n in range(6)]
     for user in users:
         server.remember(user, *FACTS)
     for user in users:
         server.wait_encoded(user)
     before = server.wait_whole()
-    an_engine(server).kill()
+    an_engine(server, part).kill()
     for user in users:
         answer = server.ask(user, "Where does my sister live?")
         assert len(answer["memory"]["fact_ids"]) == len(FACTS)
