@@ -63,8 +63,17 @@ class EngineSettings:
 class MemoryEngine:
     """Use `await MemoryEngine.start(settings)`."""
 
-    def __init__(self, llm: AsyncLLM, model_digest: str, token_bytes: int, refusal: str | None, ranks: int = 1) -> None:
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        model_digest: str,
+        token_bytes: int,
+        refusal: str | None,
+        ranks: int = 1,
+        devices: tuple[str, ...] = (),
+    ) -> None:
         self.llm = llm
+        self.devices = devices  # of the ranks; "cpu", or "cuda:" and what no other GPU is called
         self.model_digest = model_digest
         self.token_bytes = token_bytes  # of chunks, over all ranks
         self.ranks = ranks
@@ -128,7 +137,8 @@ class MemoryEngine:
                 raise StartupError(f"The model {settings.model} cannot be served from memory: {refusal}.")
             return cls(llm, "", 0, refusal)
         digest = hashlib.blake2b("".join(rank["digest"] for rank in ranks).encode(), digest_size=16).hexdigest()
-        return cls(llm, digest, sum(rank["token_bytes"] for rank in ranks), None, len(ranks))
+        devices = tuple(rank["device"] for rank in ranks)
+        return cls(llm, digest, sum(rank["token_bytes"] for rank in ranks), None, len(ranks), devices)
 
     @staticmethod
     def sampling(
@@ -241,7 +251,8 @@ class MemoryEngine:
             if asyncio.get_running_loop().time() > ends_at:
                 raise EngineFailed("The engine of this shard did not move its chunks in time.")
             await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, MOST_POLL_S)
+            if not move.over_line:  # who waits there are two shards, and often somebody's writes
+                pause_s = min(2 * pause_s, MOST_POLL_S)
             again = await self._rpc("memshard_moved", job)
             told = [new if old is None else old for old, new in zip(told, again, strict=True)]
         worst = list(Outcome).index
@@ -249,6 +260,19 @@ class MemoryEngine:
         return {
             id_: max((Outcome(rank.get(id_, Outcome.FAILED)) for rank in ranks), key=worst) for id_, _ in move.chunks
         }
+
+    async def listen(self, line: str, nccl: bool) -> list[tuple[str, int]]:
+        """Opens a line of this name; where each rank's other end finds it. Raises `EngineFailed`."""
+        doors: list[tuple[str, int]] = await self._rpc("memshard_listen", line, nccl)
+        return doors
+
+    async def dial(self, line: str, doors: Sequence[tuple[str, int]], nccl: bool) -> None:
+        """Opens the other end. Raises `EngineFailed`."""
+        await self._rpc("memshard_dial", line, list(doors), nccl)
+
+    async def hang_up(self, line: str) -> None:
+        """Ends a line, and with it what is on its way over it. Raises `EngineFailed`."""
+        await self._rpc("memshard_hang_up", line)
 
     async def stats(self) -> list[dict[str, int]]:
         """Each rank's chunks, bytes and counters."""

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 
 from connector.chunk import ChunkId, ChunkRef
+from connector.eviction import Evicted
 from connector.file_tier import FileTier
 from connector.files import owner_key
 from connector.ledger import SHARED, ChunkLedger
@@ -120,20 +121,24 @@ class FileWriter:
                 await self._store(tier, owner, some, source)
 
     async def _store(self, tier: FileTier, owner: str, refs: Sequence[ChunkRef], source: str) -> None:
-        key = owner_key(owner)
         refs = [ref for ref in refs if ref[0] not in tier.ledger]
-        if not refs or tier.ill or (leaving := tier.ledger.reserve(key, refs, own=True)) is None:
+        if not refs or tier.ill or (leaving := tier.ledger.reserve(owner_key(owner), refs, own=True)) is None:
             return
-        ids = [id_ for id_, _ in refs]
+        await self.fill(tier, Move(source, tier.url, self._moves.workers.model_digest, owner, tuple(refs)), leaving)
+
+    async def fill(self, tier: FileTier, move: Move, leaving: Mapping[ChunkId, Evicted]) -> dict[ChunkId, Outcome]:
+        """One move into files, whose room in the tier is reserved: it is committed, or given back. `leaving` is what
+        the reservation evicted."""
+        key, ids = owner_key(move.owner), [id_ for id_, _ in move.chunks]
         done: set[ChunkId] = set()
-        workers = self._moves.workers
+        outcomes: dict[ChunkId, Outcome] = {}
         async with self._moves.on_the_way(ids, tier.name):
             try:
                 tier.doom(leaving)
                 await tier.remove()
-                outcomes = await workers.move(Move(source, tier.url, workers.model_digest, owner, tuple(refs)))
+                outcomes = await self._moves.workers.move(move)
                 done = {id_ for id_, outcome in outcomes.items() if outcome is Outcome.DONE}
-                if Outcome.FAILED in outcomes.values():
+                if Outcome.FAILED in outcomes.values() and not move.over_line:
                     tier.failed("a chunk could not be written")
             except Unavailable:
                 log.warning("The %s tier is full, and nothing can be removed", tier.name)
@@ -141,6 +146,7 @@ class FileWriter:
                 tier.written(key, ids, done)
         with suppress(Unavailable):
             await tier.remove()
+        return outcomes
 
 
 def slices(refs: Iterable[ChunkRef], most_tokens: int) -> Iterable[list[ChunkRef]]:

@@ -7,7 +7,9 @@ forgotten while it moved is dropped before its move counts as ended.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
+import hashlib
+import json
+from collections.abc import AsyncIterator, Collection, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -18,6 +20,8 @@ from connector.ledger import ChunkLedger
 
 DEVICE: Final = "device"
 HOST: Final = "host"
+PEER: Final = "peer:"
+"""What stands before the name of a line (`line.py`) to another shard's workers."""
 
 
 class Outcome(StrEnum):
@@ -30,25 +34,45 @@ class Outcome(StrEnum):
     FAILED = "failed"  # the source or the target did not do it
 
 
+Copied = tuple[Outcome, int]
+"""What a thread says of one chunk, with the position that it was encoded at."""
+
+
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Chunks of one owner from `source` to `target`: `DEVICE`, `HOST`, or the root of a file system. From memory to
-    memory they leave the source; files stay, and what is stored in a file stays in memory."""
+    """Chunks of one owner from `source` to `target`: `DEVICE`, `HOST`, the root of a file system, or a line. From
+    memory to memory they leave the source; what is read from a file, stored in one or sent over a line stays.
+
+    Over a line, both ends were told the same `fence`, which names the transfer and the owner's epoch.
+    """
 
     source: str
     target: str
     digest: str
     owner: str
     chunks: tuple[tuple[ChunkId, int], ...]  # with their tokens
+    fence: str = ""
+
+    @property
+    def over_line(self) -> bool:
+        """Whether it goes to, or comes from, another shard's workers."""
+        return self.source.startswith(PEER) or self.target.startswith(PEER)
 
     def plain(self) -> list[Any]:
         """As it crosses process borders."""
-        return [self.source, self.target, self.digest, self.owner, [[id_, tokens] for id_, tokens in self.chunks]]
+        chunks = [[id_, tokens] for id_, tokens in self.chunks]
+        return [self.source, self.target, self.digest, self.owner, chunks, self.fence]
 
     @classmethod
     def of(cls, plain: Sequence[Any]) -> Move:
-        source, target, digest, owner, chunks = plain
-        return cls(source, target, digest, owner, tuple((ChunkId(id_), int(tokens)) for id_, tokens in chunks))
+        source, target, digest, owner, chunks, fence = plain
+        refs = tuple((ChunkId(id_), int(tokens)) for id_, tokens in chunks)
+        return cls(source, target, digest, owner, refs, fence)
+
+    def hello(self, rank: int) -> bytes:
+        """What both ends of a transfer say of it, in 32 bytes: different where anything of it is."""
+        told = [self.fence, self.digest, self.owner, rank, [[id_, tokens] for id_, tokens in self.chunks]]
+        return hashlib.blake2b(json.dumps(told).encode(), digest_size=32).digest()
 
 
 class Workers(Protocol):
@@ -61,6 +85,19 @@ class Workers(Protocol):
 
     async def drop(self, ids: Sequence[ChunkId]) -> None:
         """Out of the workers' memory."""
+
+
+def by_nccl(ours: Sequence[str], theirs: Sequence[str]) -> bool:
+    """Whether NCCL can connect the ranks of two engines by the names of their devices: it refuses one GPU twice."""
+    both = [*ours, *theirs]
+    return len(ours) == len(theirs) > 0 and len({*both}) == len(both) and all(name.startswith("cuda:") for name in both)
+
+
+class Elsewhere(Protocol):
+    """A copy of some chunks that another shard has, or is about to have."""
+
+    async def drop(self, ids: Collection[ChunkId]) -> None:
+        """Those of them that are there are there no more. Raises `Unavailable` where nobody says so."""
 
 
 class Moves:

@@ -42,6 +42,7 @@ class Engine(Protocol):
     model_digest: str
     token_bytes: int
     ranks: int
+    devices: tuple[str, ...]
     block_tokens: int
     counters: dict[str, int]
     refusal: str | None
@@ -65,6 +66,12 @@ class Engine(Protocol):
     async def drop(self, ids: Sequence[ChunkId]) -> None: ...
 
     async def move(self, move: Move) -> dict[ChunkId, Outcome]: ...
+
+    async def listen(self, line: str, nccl: bool) -> list[tuple[str, int]]: ...
+
+    async def dial(self, line: str, doors: Sequence[tuple[str, int]], nccl: bool) -> None: ...
+
+    async def hang_up(self, line: str) -> None: ...
 
     async def stats(self) -> list[dict[str, int]]: ...
 

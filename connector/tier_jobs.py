@@ -1,4 +1,4 @@
-"""A worker's chunks on their way from one tier to another: device, host, files.
+"""A worker's chunks on their way from one tier to another: device, host, files; over lines by `line_jobs.py`.
 
     begin ─► room in the target is taken ─► a thread copies, chunk by chunk ─► poll ─► published, or the room given back
 
@@ -25,16 +25,13 @@ import torch
 from connector.chunk import Chunk, ChunkId
 from connector.chunk_file import HEADER_BYTES, Damaged, Label, header_of, position_of
 from connector.files import name_of, open_files, owner_key
-from connector.moves import DEVICE, HOST, Move, Outcome
+from connector.line_jobs import LineJobs
+from connector.moves import DEVICE, HOST, Copied, Move, Outcome
 from connector.store import ChunkStore
 
 log = logging.getLogger(__name__)
 
 open_once = cache(open_files)
-
-
-Copied = tuple[Outcome, int]
-"""What a thread says of one chunk, with the position that it was encoded at."""
 
 
 @dataclass(slots=True)
@@ -49,14 +46,19 @@ class TierJobs:
 
     def __init__(self, device: ChunkStore, host: ChunkStore, rank: int) -> None:
         self._stores = {DEVICE: device, HOST: host}
-        self._rank = rank
+        self.device = device.device
+        self.rank = rank
         self._jobs: dict[str, _Job] = {}
         self._reader = ThreadPoolExecutor(1, "memshard-read")
         self._writer = ThreadPoolExecutor(1, "memshard-write")
         self._stream = torch.cuda.Stream(device.device) if device.device.type == "cuda" else None
+        self.lines = LineJobs(self._stores, device.shape, rank, self._stream, self._load, self._store)
 
     def begin(self, job: str, move: Move) -> None:
         """Starts a move under a name that `poll` will know."""
+        if move.over_line:
+            self._jobs[job] = _Job(move, {}, self.lines.begin(move, self._ready()))
+            return
         settled: dict[ChunkId, Outcome] = {}
         copies: dict[ChunkId, Callable[[], Copied]] = {}
         for id_, tokens in move.chunks:
@@ -65,9 +67,8 @@ class TierJobs:
                 settled[id_] = planned
             else:
                 copies[id_] = planned
-        ready = self._stream and torch.cuda.current_stream(self._stream.device).record_event()
         pool = self._reader if move.target in self._stores else self._writer
-        self._jobs[job] = _Job(move, settled, pool.submit(self._copy_all, copies, ready))
+        self._jobs[job] = _Job(move, settled, pool.submit(self._copy_all, copies, self._ready()))
 
     def poll(self, job: str, wait_s: float = 0.0) -> dict[ChunkId, Outcome] | None:
         """What became of each chunk, told once; None while the move goes on. `wait_s` is kept short: engine steps wait,
@@ -75,12 +76,15 @@ class TierJobs:
         known = self._jobs.get(job)
         if known is None:
             return {}
-        if not wait([known.copying], wait_s).done:
+        wait([known.copying], wait_s)
+        if not known.copying.done():
             return None
         del self._jobs[job]
         move = known.move
         outcomes = known.settled
-        for id_, (outcome, position) in known.copying.result().items():
+        # Cancelled: its line was closed before it began.
+        unbegun = {id_: (Outcome.FAILED, 0) for id_, _ in move.chunks}
+        for id_, (outcome, position) in (unbegun if known.copying.cancelled() else known.copying.result()).items():
             outcomes[id_] = outcome
             if (target := self._stores.get(move.target)) is not None:
                 if outcome is Outcome.DONE:
@@ -92,12 +96,17 @@ class TierJobs:
 
     def close(self) -> None:
         """Lets what runs end and begins nothing more."""
+        self.lines.close()
         for pool in (self._reader, self._writer):
             pool.shutdown(wait=False, cancel_futures=True)
 
+    def _ready(self) -> Any:
+        """Happens on a GPU when what was begun there until now has run."""
+        return self._stream and torch.cuda.current_stream(self._stream.device).record_event()
+
     def _plan(self, move: Move, id_: ChunkId, tokens: int) -> Outcome | Callable[[], Copied]:
         """How to copy one chunk, its room being taken; or why that cannot be."""
-        label = Label(move.digest, self._rank, move.owner, id_, tokens)
+        label = Label(move.digest, self.rank, move.owner, id_, tokens)
         chunk: Chunk | None = None
         if (source := self._stores.get(move.source)) is not None:
             chunk = source.get(id_)
@@ -119,7 +128,7 @@ class TierJobs:
 
     def _copy_all(self, copies: dict[ChunkId, Callable[[], Copied]], ready: Any) -> dict[ChunkId, Copied]:
         if self._stream is not None:
-            self._stream.wait_event(ready)  # what the chunks were captured by has run
+            self._stream.wait_event(ready)
         return {id_: self._copied(copy) for id_, copy in copies.items()}
 
     def _copied(self, copy: Callable[[], Copied]) -> Copied:

@@ -30,7 +30,7 @@ from connector.file_tier import FileTier
 from connector.file_writer import FileWriter, slices
 from connector.files import owner_key
 from connector.ledger import SHARED, ChunkLedger
-from connector.moves import DEVICE, HOST, Move, Moves, Outcome, Workers
+from connector.moves import DEVICE, HOST, Elsewhere, Move, Moves, Outcome, Workers
 from sharding.errors import MemshardError, Unavailable
 
 READ_BYTES = 16 << 20
@@ -66,7 +66,7 @@ class Tiers:
         self.files = tuple(files)
         self.counters: Counter[str] = Counter()
         self._digest = workers.model_digest
-        self._moves = Moves(workers)
+        self.moves = Moves(workers)
         self._below = [
             _Place(HOST, HOST, self.host, None),
             *(_Place(tier.name, tier.url, tier.ledger, tier) for tier in self.files),
@@ -74,7 +74,8 @@ class Tiers:
         self._evicting = asyncio.Lock()  # in the order of the reservations: what was to leave first, leaves first
         self._prefetching: set[str] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
-        self.writer = FileWriter(self._moves, self.device, self.host, self.files)
+        self.copies: set[Elsewhere] = set()  # of users who are about to move
+        self.writer = FileWriter(self.moves, self.device, self.host, self.files)
         if self.files:
             self._spawn(self.writer.run())
 
@@ -113,7 +114,7 @@ class Tiers:
         own = own and any(place.ledger.budget_bytes for place in self._below)
         leaving = self.device.reserve(owner, refs, spare_s=spare_s, own=own)
         for _ in range(ROOM_TRIES):  # what is in the way may be held by a copy that goes on
-            if leaving is not None or not await self._moves.one_ended():
+            if leaving is not None or not await self.moves.one_ended():
                 break
             leaving = self.device.reserve(owner, refs, spare_s=spare_s, own=own)
         if leaving is None:
@@ -121,7 +122,7 @@ class Tiers:
         try:
             await self._evict(leaving)
         except BaseException:
-            self._moves.uncertain(leaving)
+            self.moves.uncertain(leaving)
             self.device.abort([id_ for id_, _ in refs])
             raise
         return True
@@ -132,7 +133,7 @@ class Tiers:
         try:
             await self._evict(leaving)
         except BaseException:
-            self._moves.uncertain(leaving)
+            self.moves.uncertain(leaving)
             raise
 
     async def _evict(self, leaving: Mapping[ChunkId, Evicted]) -> None:
@@ -140,23 +141,23 @@ class Tiers:
             users = {id_: gone for id_, gone in leaving.items() if gone.owner != SHARED}
             for owner, refs in _by_owner(users):
                 await self._demote(owner, refs)
-            await self._moves.drop([id_ for id_ in leaving if id_ not in users])
+            await self.moves.drop([id_ for id_ in leaving if id_ not in users])
 
     async def _demote(self, owner: str, refs: Sequence[ChunkRef]) -> None:
         """From the device to the host, or out of memory where there is no room."""
         leaving = self.host.reserve(owner, refs, own=True)
         if leaving is None:
             await self.writer.save(owner, refs, DEVICE)
-            await self._moves.drop(id_ for id_, _ in refs)
+            await self.moves.drop(id_ for id_, _ in refs)
             return
         try:
             for other, theirs in _by_owner(leaving):
                 await self.writer.save(other, theirs, HOST)
-            await self._moves.drop(leaving)
+            await self.moves.drop(leaving)
         except BaseException:
             self.host.abort(id_ for id_, _ in refs)
             raise
-        await self._moves.into_memory(self.host, Move(DEVICE, HOST, self._digest, owner, tuple(refs)))
+        await self.moves.into_memory(self.host, Move(DEVICE, HOST, self._digest, owner, tuple(refs)))
 
     # -- coming to the device ---------------------------------------------------------------------------------------
 
@@ -193,7 +194,7 @@ class Tiers:
         self, owner: str, ids: Sequence[ChunkId], *, keep: Sequence[ChunkId] = (), spare_s: float = 0.0
     ) -> None:
         """With `keep`, the owner's other chunks give room for these."""
-        await self._moves.quiet(set(ids), DEVICE)  # some may be on their way already
+        await self.moves.quiet(set(ids), DEVICE)  # some may be on their way already
         self.touch(owner)
         with self.device.held(keep):
             for place in self._below:
@@ -211,7 +212,7 @@ class Tiers:
             if not await self.make_room(owner, refs, spare_s=spare_s, own=own):
                 return False
             move = Move(place.source, DEVICE, self._digest, owner, tuple(refs))
-            outcomes = await self._moves.into_memory(self.device, move)
+            outcomes = await self.moves.into_memory(self.device, move)
         if place.tier is None:
             place.ledger.forget(outcomes)  # they are on the device now, or in no memory
             return True
@@ -227,9 +228,11 @@ class Tiers:
     # -- users and chunks that come and go --------------------------------------------------------------------------
 
     async def adopt(self, owner: str) -> None:
-        """The user is this shard's: what others left of it in a tier that both see counts here from now on."""
+        """The user is this shard's: what others left of it in a tier that both see counts here from now on, and what
+        they sent is written to files."""
         for tier in self.files:
             await tier.adopt(owner)
+        await self.writer.encoded(owner, {*self.device.ids_of(owner), *self.host.ids_of(owner)})
 
     async def share(self, owner: str) -> int:
         """Sees to it that others find what an owner has here; how many chunks had to be copied for it. Raises
@@ -255,12 +258,14 @@ class Tiers:
         return sorted(struck.union(*(tier.strike(wanted) for tier in self.files)))
 
     async def remove(self, ids: Iterable[ChunkId]) -> None:
-        """When this returns, chunks that were struck out are in no memory and in no file. Raises `EngineFailed` or
-        `Unavailable`: then any of them may still be there."""
+        """When this returns, chunks that were struck out are in no memory and in no file, here or where their user is
+        being copied to. Raises `EngineFailed` or `Unavailable`: then any of them may still be there."""
         due = set(ids)
         if due:
-            await self._moves.quiet(due)
-        await self._moves.drop(due)
+            await self.moves.quiet(due)
+        await self.moves.drop(due)
+        for copy in list(self.copies):
+            await copy.drop(due)
         for tier in self.files:
             await tier.remove()
 

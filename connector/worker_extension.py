@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from vllm import _custom_ops as ops
 from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.utils.network_utils import get_ip
 
+from connector.line import Door, dial
 from connector.memory_connector import MemoryConnector
 from connector.moves import Move
 from connector.worker_side import WorkerSide
@@ -26,8 +28,8 @@ class MemoryWorkerExtension:
     model_runner: Any
 
     def memshard_prepare(self) -> dict[str, Any]:
-        """Proves the model. Returns `refusal` (a reason, or None) and, if there is none, the rank's `token_bytes` and
-        a `digest` of its weights' shapes, dtype, rotation and a sample of their values."""
+        """Proves the model. Returns `refusal` (a reason, or None) and, if there is none, the rank's `token_bytes`, the
+        name of its `device`, and a `digest` of its weights' shapes, dtype, rotation and a sample of their values."""
         worker = _worker_side()
         model = self.model_runner.get_model()
         worker.prove(model, rotate_by_op)
@@ -40,7 +42,8 @@ class MemoryWorkerExtension:
         for name, weight in model.named_parameters():
             sample = weight.detach().flatten()[:: max(1, weight.numel() // 64)].float().cpu()
             digest.update(f"{name}{tuple(weight.shape)}{weight.dtype}".encode() + sample.numpy().tobytes())
-        return {"refusal": None, "token_bytes": worker.store.shape.token_bytes, "digest": digest.hexdigest()}
+        about = {"token_bytes": worker.store.shape.token_bytes, "device": _name_of(worker.store.device)}
+        return {"refusal": None, "digest": digest.hexdigest(), **about}
 
     def memshard_settle(self, ids: list[Any]) -> tuple[list[Any], list[Any]]:
         """Which captures are complete, and which had no room; all but the first are forgotten."""
@@ -63,6 +66,26 @@ class MemoryWorkerExtension:
         tiers = _worker_side().tiers
         return tiers.poll(job) if tiers is not None else {}
 
+    def memshard_listen(self, line: str, nccl: bool) -> tuple[str, int] | None:
+        """Where the other end of a new line finds this one; None where there are no chunks. The line's name is the
+        secret that lets it in."""
+        if (tiers := _worker_side().tiers) is None:
+            return None
+        door = Door(_address(), line, tiers.device, nccl)
+        tiers.lines.open(line, door.connect)
+        return door.address
+
+    def memshard_dial(self, line: str, doors: list[tuple[str, int]], nccl: bool) -> None:
+        """Goes to the door of its own rank."""
+        if (tiers := _worker_side().tiers) is not None:
+            host, port = doors[tiers.rank]
+            tiers.lines.open(line, lambda: dial((host, port), _address(), line, tiers.device, nccl))
+
+    def memshard_hang_up(self, line: str) -> None:
+        """What is on its way over the line fails."""
+        if (tiers := _worker_side().tiers) is not None:
+            tiers.lines.hang_up(line)
+
     def memshard_stats(self) -> dict[str, int]:
         """Chunks and bytes held, and counters since the start."""
         worker = _worker_side()
@@ -71,13 +94,25 @@ class MemoryWorkerExtension:
         for prefix, store in (("", worker.store), ("host_", worker.host)):
             if store is not None:
                 counted |= {f"{prefix}chunks": len(store), f"{prefix}bytes": store.bytes}
-        return {**counted, **worker.counters}
+        lines = worker.tiers.lines.counters if worker.tiers is not None else {}
+        return {**counted, **lines, **worker.counters}
 
 
 def _worker_side() -> WorkerSide:
     connector = get_kv_transfer_group()
     assert isinstance(connector, MemoryConnector)
     return connector.worker
+
+
+def _address() -> str:
+    """This machine as others reach it, or as it reaches itself where it has no network."""
+    found = str(get_ip())
+    return "127.0.0.1" if found == "0.0.0.0" else found
+
+
+def _name_of(device: torch.device) -> str:
+    """The same for the same GPU only, on whichever machine; "cpu" for every CPU."""
+    return f"cuda:{torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else device.type
 
 
 def rotate_by_op(keys: torch.Tensor, table: torch.Tensor, neox: bool) -> None:

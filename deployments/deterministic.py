@@ -28,10 +28,11 @@ from connector.chunk import CaptureRange, ChunkId
 from connector.chunk_file import HEADER_BYTES, Damaged, Label, header_of, position_of
 from connector.files import name_of, open_files, owner_key
 from connector.memory_counts import Reason
-from connector.moves import DEVICE, HOST, Move, Outcome
+from connector.moves import DEVICE, HOST, PEER, Move, Outcome
 from connector.plan import PromptPlan
 from connector.port import CHAT_PRIORITY, Engine, EngineDelta
 from connector.template import PromptTemplate
+from deployments.deterministic_lines import LineFailed, SocketLines
 from deployments.encode_pace import EncodePace
 from deployments.settings import ShardSettings
 from deployments.shard import Shard
@@ -54,6 +55,7 @@ class DeterministicEngine:
 
     model_digest = NAME
     ranks = 1
+    devices: tuple[str, ...] = ("cpu",)
 
     def __init__(
         self,
@@ -75,6 +77,7 @@ class DeterministicEngine:
             "failed_loads": 0,
             "encode_prefilled_tokens": 0,
         }
+        self.lines = SocketLines()
         self._budget_tokens = chunk_budget_bytes // token_bytes
         self._step_s = step_s
 
@@ -125,11 +128,53 @@ class DeterministicEngine:
             self.host.pop(id_, None)
 
     async def move(self, move: Move) -> dict[ChunkId, Outcome]:
-        """Between the two memories and files, which hold the tokens. Raises `EngineFailed` once `dead`."""
+        """Between the two memories, files, which hold the tokens, and lines. Raises `EngineFailed` once `dead`."""
         await self._step()
+        try:
+            if move.target.startswith(PEER):
+                return await self._send(move)
+            if move.source.startswith(PEER):
+                return await self._receive(move)
+        except LineFailed:
+            await self.check_health()
+            return {id_: Outcome.FAILED for id_, _ in move.chunks}
         return {id_: self._move(move, id_, tokens) for id_, tokens in move.chunks}
 
-    def _move(self, move: Move, id_: ChunkId, tokens: int) -> Outcome:
+    async def _send(self, move: Move) -> dict[ChunkId, Outcome]:
+        frames = [self._frame(move, id_, tokens) for id_, tokens in move.chunks]
+        sizes = [self._frame_bytes(tokens) for _, tokens in move.chunks]
+        await self.lines.named(move.target).send(move.hello(0), frames, sizes)
+        here = zip(move.chunks, frames, strict=True)
+        return {id_: Outcome.MISSING if frame is None else Outcome.DONE for (id_, _), frame in here}
+
+    async def _receive(self, move: Move) -> dict[ChunkId, Outcome]:
+        sizes = [self._frame_bytes(tokens) for _, tokens in move.chunks]
+        frames = await self.lines.named(move.source).receive(move.hello(0), sizes)
+        came = zip(move.chunks, frames, strict=True)
+        return {id_: self._move(move, id_, tokens, frame) for (id_, tokens), frame in came}
+
+    def _frame_bytes(self, tokens: int) -> int:
+        return HEADER_BYTES + tokens * self.token_bytes
+
+    def _frame(self, move: Move, id_: ChunkId, tokens: int) -> bytes | None:
+        """What is sent of a chunk."""
+        if (memory := {DEVICE: self.chunks, HOST: self.host}.get(move.source)) is not None:
+            held = memory.get(id_)
+            return None if held is None else b"".join(self._file(move, id_, held))
+        header, payload = bytearray(HEADER_BYTES), bytearray(tokens * self.token_bytes)
+        try:
+            name = name_of(move.digest, owner_key(move.owner), id_, 0)
+            open_files(move.source).read(name, header, memoryview(payload))
+        except (OSError, Damaged):
+            return None
+        return bytes(header + payload)
+
+    def _file(self, move: Move, id_: ChunkId, held: tuple[int, ...]) -> list[bytes | memoryview]:
+        payload = bytearray(np.array(held, np.int64).tobytes().ljust(len(held) * self.token_bytes, b"\0"))
+        label = Label(move.digest, 0, move.owner, id_, len(held))
+        return [header_of(label, 0, memoryview(payload)), memoryview(payload)]
+
+    def _move(self, move: Move, id_: ChunkId, tokens: int, frame: bytes | None = None) -> Outcome:
         memory = {DEVICE: self.chunks, HOST: self.host}
         label = Label(move.digest, 0, move.owner, id_, tokens)
         name = name_of(move.digest, owner_key(move.owner), id_, 0)
@@ -139,7 +184,10 @@ class DeterministicEngine:
                     return Outcome.MISSING
             else:
                 header, payload = bytearray(HEADER_BYTES), bytearray(tokens * self.token_bytes)
-                open_files(move.source).read(name, header, memoryview(payload))
+                if frame is None:
+                    open_files(move.source).read(name, header, memoryview(payload))
+                else:
+                    header, payload = bytearray(frame[:HEADER_BYTES]), bytearray(frame[HEADER_BYTES:])
                 position_of(header, memoryview(payload), label)
                 held = tuple(np.frombuffer(payload, np.int64)[:tokens].tolist())
             if (target := memory.get(move.target)) is not None:
@@ -147,8 +195,7 @@ class DeterministicEngine:
                 if source is not None:
                     del source[id_]
                 return Outcome.DONE
-            payload = bytearray(np.array(held, np.int64).tobytes().ljust(tokens * self.token_bytes, b"\0"))
-            open_files(move.target).write(name, [header_of(label, 0, memoryview(payload)), memoryview(payload)])
+            open_files(move.target).write(name, self._file(move, id_, held))
         except FileNotFoundError:
             return Outcome.MISSING
         except Damaged:
@@ -156,6 +203,15 @@ class DeterministicEngine:
         except OSError:
             return Outcome.FAILED
         return Outcome.DONE
+
+    async def listen(self, line: str, nccl: bool) -> list[tuple[str, int]]:
+        return [await self.lines.listen(line)]
+
+    async def dial(self, line: str, doors: Sequence[tuple[str, int]], nccl: bool) -> None:
+        await self.lines.dial(line, doors[0])
+
+    async def hang_up(self, line: str) -> None:
+        self.lines.hang_up(line)
 
     async def stats(self) -> list[dict[str, int]]:
         """As one rank."""
@@ -169,6 +225,7 @@ class DeterministicEngine:
 
     def shutdown(self) -> None:
         self.dead = True
+        self.lines.close()
 
     def _injected(self, plan: PromptPlan) -> tuple[int, ...] | None:
         """What the plan's chunks hold, or None where one of them is not here or not as long as it was planned."""

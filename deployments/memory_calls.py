@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
+from connector.chunk import ChunkId, ChunkRef
+from connector.moves import Outcome
 from sharding.filters import Filter
 from sharding.ids import FactId, Placement, ShardId, UserId
 from sharding.move import End
@@ -225,6 +227,8 @@ class MoveReport:
     end: End
     placement: Placement
     copied_chunks: int = 0  # that the tier both see did not have before
+    sent_chunks: int = 0  # from worker to worker
+    sent_bytes: int = 0  # in all of a shard's workers together
     paused_s: float = 0.0  # how long writes waited
     closed_s: float = 0.0  # how long reads waited
 
@@ -234,6 +238,39 @@ class MoveCall(MemoryCall[MoveReport]):
     """Move the user to another shard."""
 
     target: ShardId
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """What the target of a copy makes of an offer; where it is `known` and waited for, nothing, it is refused."""
+
+    known: frozenset[ChunkId] = frozenset()  # that it has already
+    chunks: tuple[ChunkRef, ...] = ()  # that it has room for now and waits for, in this order
+    doors: tuple[tuple[str, int], ...] = ()  # of each rank, where the line is new to it
+    nccl: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class OfferCall(MemoryCall[Accepted]):
+    """Chunks of a user are ready to be sent over a line, to a shard that may own the user soon. The placement is the
+    one that stands; `request_id` names the transfer."""
+
+    line: str
+    digest: str  # of the model
+    devices: tuple[str, ...]  # of the source's ranks, where NCCL may be used, else nothing
+    chunks: tuple[ChunkRef, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ArrivedCall(MemoryCall[dict[ChunkId, Outcome]]):
+    """What became of the chunks of the transfer of this `request_id`; waits until it has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class DropCopyCall(MemoryCall[None]):
+    """Chunks of a user who has not moved: drop them, or with None all of them."""
+
+    ids: frozenset[ChunkId] | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
 """Executes a move of one of this shard's users to another shard: `sharding.move` says what, this does it.
 
 Runs where the user is, so that a move whose caller has gone away ends all the same, and one whose process is killed has
-changed nothing but, perhaps, the placement. Chunks travel by way of a tier of files that both shards see; where there
-is none, the target encodes the facts again, and serves them as text meanwhile.
+changed nothing but, perhaps, the placement. Chunks travel from worker to worker (`copies.py`); what did not get there
+so, by way of a tier of files that both shards see; and where there is none, the target encodes the facts again, and
+serves them as text meanwhile.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 
 from connector.tiers import Tiers
+from deployments.copies import Copy, Courier
 from deployments.memory_calls import DrainReport, MoveCall, MoveReport
 from deployments.resident import Residents
 from deployments.resident_use import ResidentUse
-from sharding.errors import InvalidRequest, MemshardError, WrongShard
+from sharding.errors import InvalidRequest, MemshardError, ShardGone, WrongShard
 from sharding.ids import Placement, ShardId, UserId
 from sharding.move import Do, End, Moving, Outcome, after
 from sharding.placement import PlacementPolicy
@@ -26,6 +28,9 @@ from sharding.user_memory import UserTable
 
 PAUSE_DEADLINE_S = 10.0
 """How long a move waits for the writes that go on."""
+
+TAIL_S = 10.0
+"""How long the copy may take that writes wait for; what is not there by then goes another way."""
 
 RETRY_S = 0.2
 
@@ -35,8 +40,11 @@ log = logging.getLogger(__name__)
 class Mover:
     """Moves users of one shard away."""
 
-    def __init__(self, tiers: Tiers, residents: Residents, users: ResidentUse, table: UserTable) -> None:
+    def __init__(
+        self, tiers: Tiers, residents: Residents, users: ResidentUse, table: UserTable, courier: Courier
+    ) -> None:
         self.tiers = tiers
+        self.courier = courier
         self.residents = residents
         self.users = users
         self.table = table
@@ -84,6 +92,7 @@ class _Move:
         self._placement = placement
         self._target = target
         self._moved_to: Placement | None = None
+        self._copy_there: Copy | None = None
         self._copied = 0
         self._waiting = AsyncExitStack()  # ends what makes others wait
         self._paused_at = self._closed_at = 0.0
@@ -91,7 +100,7 @@ class _Move:
         self._done: dict[Do, Callable[[], Awaitable[None]]] = {
             Do.COPY: self._copy,
             Do.PAUSE: self._pause,
-            Do.COPY_TAIL: self._copy,
+            Do.COPY_TAIL: self._copy_tail,
             Do.CLOSE: self._close,
             Do.SWITCH: self._switch,
             Do.GO: self._forget_and_open,
@@ -104,19 +113,22 @@ class _Move:
     async def run(self) -> MoveReport:
         async with self._at.users.use(self._placement) as memory, self._waiting:
             self._memory = memory
+            self._copy_there = self._at.courier.copy(self._placement, self._target)
             moving = Moving()
-            while moving.do is not None:
-                if moving.tries > 1:
-                    await asyncio.sleep(RETRY_S)
-                try:
-                    outcome = await self._outcome(moving.do)
-                except BaseException:
-                    self._at.table.drop(self._placement)  # perhaps it was the switch that was interrupted
-                    raise
-                moving = after(moving, outcome)
+            try:
+                while moving.do is not None:
+                    if moving.tries > 1:
+                        await asyncio.sleep(RETRY_S)
+                    moving = after(moving, await self._outcome(moving.do))
+            except BaseException:
+                self._at.table.drop(self._placement)  # perhaps it was the switch that was interrupted
+                raise
+            finally:
+                self._leave_copy()
         assert moving.end is not None
         stands = self._moved_to or self._placement
-        return MoveReport(moving.end, stands, self._copied, self._paused_s, self._closed_s)
+        sent = (0, 0) if self._copy_there is None else (self._copy_there.sent_chunks, self._copy_there.sent_bytes)
+        return MoveReport(moving.end, stands, self._copied, *sent, self._paused_s, self._closed_s)
 
     async def _outcome(self, do: Do) -> Outcome:
         try:
@@ -129,7 +141,27 @@ class _Move:
         return Outcome.DONE
 
     async def _copy(self) -> None:
+        if not await self._copied_by_workers():
+            self._copied += await self._at.tiers.share(self._placement.user)
+
+    async def _copy_tail(self) -> None:
+        try:
+            async with asyncio.timeout(TAIL_S):
+                if await self._copied_by_workers():
+                    return
+        except TimeoutError:
+            log.warning("The rest of a user's chunks goes another way: it took too long")
         self._copied += await self._at.tiers.share(self._placement.user)
+
+    async def _copied_by_workers(self) -> bool:
+        """Whether the target has all chunks. Raises `ShardGone` where there is no target any more."""
+        try:
+            return self._copy_there is not None and await self._copy_there.run()
+        except ShardGone:
+            raise
+        except MemshardError as error:
+            log.warning("Chunks did not go from worker to worker: %s", error)
+            return False
 
     async def _pause(self) -> None:
         async with asyncio.timeout(PAUSE_DEADLINE_S):
@@ -144,6 +176,7 @@ class _Move:
         self._moved_to = await self._at.table.directory.switch(self._placement, self._target)
 
     async def _forget_and_open(self) -> None:
+        self._leave_copy()
         self._at.table.drop(self._placement)
         await self._open()
 
@@ -155,6 +188,13 @@ class _Move:
 
     async def _undo(self) -> None:
         """Files that both see are this shard's again, as they were."""
+        if self._copy_there is not None:
+            await self._copy_there.undo()
+
+    def _leave_copy(self) -> None:
+        """What the target has is its own matter from now on."""
+        if self._copy_there is not None:
+            self._copy_there.close()
 
     async def _drop(self) -> None:
         await self._at.residents.left(self._placement.user)

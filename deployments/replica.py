@@ -24,6 +24,7 @@ from deployments import autoscaling, exposition, telemetry
 from deployments.memory_calls import DrainReport, MemoryCall
 from deployments.messages import ChatCall, ChatEvent, ShardStatus
 from deployments.settings import ShardSettings
+from deployments.shard_client import ShardClient, Shards
 from deployments.telemetry import Carried, continued
 from sharding.client import connect
 from sharding.directory import Directory
@@ -40,6 +41,9 @@ if TYPE_CHECKING:
 
 OpenShard = Callable[[ShardSettings, ShardId, Directory, FactStore, Lease], "Awaitable[Shard]"]
 """What `deployments.shard_start.open_shard` is."""
+
+ALL_STOP_S = 1.0
+"""Within such a time, shards that stop together have said that they are not ready."""
 
 FLUSH_S = 5.0
 """How long a shard that stops waits for its chunks' files."""
@@ -91,6 +95,7 @@ class ShardReplica:
             self._shard = shard = await start(settings, self._me, self._directory, store, self._lease)
             undo.callback(shard.close)
             undo.push_async_callback(shard.flush, FLUSH_S)
+            shard.courier.shards = _others(context)
             sweeping = asyncio.create_task(shard.janitor(self._me, self._directory).run())
             undo.callback(sweeping.cancel)
             await self._beat()
@@ -149,6 +154,8 @@ class ShardReplica:
                 "facts_added": shard.writes.facts_added,
                 "wrong_shard": shard.users.wrong_shard,
                 "moved_users": shard.mover.moved_users,
+                **shard.courier.counters,
+                **shard.arrivals.counters,
                 **shard.memory_counts.plain(),
                 **shard.tiers.counters,
                 **shard.rebuilds.counters,
@@ -233,12 +240,20 @@ class ShardReplica:
             await self._beat()
 
     async def _hand_over(self) -> None:
-        """Where others see this shard's files, users go on there with their chunks. Nothing rests on it: without such
-        files they are claimed when they come, and this machine's files wait for its next shard."""
+        """Users go on elsewhere with their chunks. Nothing rests on it: whom there is no time for is claimed with the
+        next request, and this machine's files wait for its next shard. Where all shards stop, nobody moves: in a moment
+        none of them is ready."""
         if self._leaving is not None:
             await asyncio.wait({self._leaving}, timeout=self._settings.drain_s)
-        if self._shard.engine.dead or all(tier.exclusive for tier in self._shard.tiers.files):
+        shard = self._shard
+        alone = all(tier.exclusive for tier in shard.tiers.files)
+        if shard.engine.dead or (alone and shard.engine.refusal is not None):
             return
+        if alone:
+            self._ready = False
+            with suppress(Unavailable):
+                await self._beat()
+            await asyncio.sleep(ALL_STOP_S)
         report = await self.drain(self._settings.drain_s)
         if isinstance(report, MemshardError):
             log.info("Nobody was moved away: %s", report)
@@ -307,6 +322,11 @@ def _bind_cores(settings: ShardSettings, slot: int) -> None:
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, mine))
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the replica's own torch: the embedder, beside the engine
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+
+def _others(context: Any) -> Shards:
+    """How this replica calls the others of its deployment."""
+    return ShardClient(serve.get_deployment_handle(context.deployment, context.app_name))
 
 
 def _product() -> OpenShard:

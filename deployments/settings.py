@@ -66,6 +66,7 @@ class ShardSettings:
     chunk_shared_url: str | None = None
     chunk_shared_bytes: int = 0
     chunk_load_deadline_s: float = 0.5
+    move_nccl: bool = False  # between GPUs
     drain_s: float = 5.0  # how long a shard that stops moves users to others
     encryption_key: str | None = field(default=None, repr=False)  # for what people said, in Redis; see sealing.py
     user_bytes: int | None = None  # of one user's facts; None is no limit

@@ -22,8 +22,10 @@ from connector.plan import plan_memory
 from connector.port import Engine, EngineDelta
 from connector.template import PromptTemplate
 from connector.tiers import Tiers
+from deployments.arrivals import Arrivals
 from deployments.canary import Canary
 from deployments.chat_plan import ChatPlan, ChatPlanner
+from deployments.copies import Courier
 from deployments.distillation import Distillation
 from deployments.distiller import ModelDistiller
 from deployments.encoder import Encoder
@@ -31,8 +33,10 @@ from deployments.heads import Heads
 from deployments.janitor import Janitor
 from deployments.memory_calls import (
     AddCall,
+    ArrivedCall,
     DeleteCall,
     DistilCall,
+    DropCopyCall,
     EventCall,
     ExportCall,
     FactCall,
@@ -42,6 +46,7 @@ from deployments.memory_calls import (
     ListCall,
     MemoryCall,
     MoveCall,
+    OfferCall,
     RebuildCall,
     SearchCall,
     UpdateCall,
@@ -87,6 +92,7 @@ class Shard:
         max_fact_tokens: int,
         quotas: Quotas | None = None,
         rebuilding: RebuildPolicy | None = None,
+        nccl: bool = False,
     ) -> None:
         self.engine = engine
         self.tiers = tiers
@@ -117,7 +123,9 @@ class Shard:
             max_fact_tokens=max_fact_tokens,
         )
         self.rebuilds = Rebuilds(table, self.users, residents, rebuilding or RebuildPolicy())
-        self.mover = Mover(tiers, residents, self.users, table)
+        self.courier = Courier(engine, tiers, nccl=nccl)
+        self.mover = Mover(tiers, residents, self.users, table, self.courier)
+        self.arrivals = Arrivals(engine, tiers, encoder, residents, table, nccl=nccl)
         self.distillation = Distillation(
             self.users, residents, store, reads, writes, embedder, ModelDistiller(engine, template)
         )
@@ -134,6 +142,9 @@ class Shard:
             ExportCall: reads.export,
             MoveCall: self.mover.move,
             RebuildCall: self.rebuilds.on_demand,
+            OfferCall: self.arrivals.offer,
+            ArrivedCall: self.arrivals.arrived,
+            DropCopyCall: self.arrivals.drop,
             DistilCall: self.distillation.begin,
             EventCall: self.distillation.event,
         }
@@ -165,6 +176,7 @@ class Shard:
 
     def close(self) -> None:
         """Ends the engine and what runs beside it."""
+        self.arrivals.close()
         self.distillation.close()
         self.canary.close()
         self.rebuilds.close()

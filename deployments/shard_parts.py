@@ -73,6 +73,7 @@ def put_together(
         max_fact_tokens=settings.max_fact_tokens,
         rebuilding=RebuildPolicy(settings.rebuild_after_s, settings.rebuild_stale_share),
         quotas=quotas_of(settings, store),
+        nccl=settings.move_nccl,
     )
 
 

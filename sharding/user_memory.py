@@ -55,7 +55,7 @@ class UserTable:
         embedding_model: bytes = b"",
     ) -> None:
         self.lease = lease
-        self._me = me
+        self.me = me
         self.directory = directory
         self._store = store
         self._dim = dim
@@ -95,7 +95,7 @@ class UserTable:
         Raises `WrongShard` if this shard does not own the user under this epoch, `Busy` if every place is taken
         by a user in use, `Unavailable` if Redis is needed and away (with `unconfirmed` where the user is held).
         """
-        if placement.shard != self._me:
+        if placement.shard != self.me:
             raise not_owner(placement)
         resident = self._residents.get(placement.user)
         if resident and placement.epoch < resident.memory.placement.epoch:
@@ -131,7 +131,7 @@ class UserTable:
         assert not any(task.done() for task in self._admissions.values()), "an admission was left behind"
         for user, resident in self._residents.items():
             placement = resident.memory.placement
-            assert (placement.user, placement.shard) == (user, self._me), "a user of someone else is resident"
+            assert (placement.user, placement.shard) == (user, self.me), "a user of someone else is resident"
             assert resident.term <= self.lease.term, "a user was verified in a lease that is yet to come"
             resident.memory.check_integrity()
 

@@ -38,6 +38,7 @@ class SlowEngine:
     model_digest = "model"
     token_bytes = 1
     ranks = 1
+    devices: tuple[str, ...] = ("cpu",)
     block_tokens = 1
 
     def __init__(self, budget_tokens: int) -> None:

@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
+from neighbours import Neighbours
 from redis.asyncio import Redis
 from tiered_shard import TieredShard, chunk_files, tiered_shard
 
@@ -32,6 +33,7 @@ class Pair:
         self.one, self.other = one, other
         self.shards = {one.me: one, other.me: other}
         self.told: list[str] = []  # acknowledged
+        self.neighbours: Neighbours | None = None  # where workers reach each other
 
     async def placement(self) -> Placement:
         placement = await self.one.directory.lookup(ALICE)
@@ -75,7 +77,7 @@ class Pair:
                     await shard.told(Placement(ALICE, shard.me, placement.epoch - 1), "too late")
 
 
-@pytest.fixture(params=["by a shared path", "by encoding again"])
+@pytest.fixture(params=["by a shared path", "by encoding again", "from worker to worker"])
 async def pair(own_valkey: tuple[Redis, str], tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
     redis, url = own_valkey
     await redis.flushall()
@@ -90,6 +92,8 @@ async def pair(own_valkey: tuple[Redis, str], tmp_path: Path, request: pytest.Fi
             report = ShardReport(shard=shard.me, model="m", ready=True, free_bytes=0, users=0, requests_in_flight=0)
             await shard.directory.heartbeat(report.model_dump_json(), shard.me, 60.0)
         pair = Pair(one, other)
+        if request.param == "from worker to worker":
+            pair.neighbours = Neighbours({one.me: one.shard, other.me: other.shard})
         alice = await one.owns("alice")
         for fact in FACTS:
             await pair.tell(fact, alice)

@@ -1,0 +1,317 @@
+"""A line between this worker and one of another shard's: chunks go over it as they lie in memory.
+
+    Door ─► an address ─(the shards' processes carry it)─► dial     both: a process group of two, and of nobody else
+    send ─► hello | each chunk's bytes in pieces | a table: position and checksum of each chunk
+    receive: refuses another hello; what the table does not confirm did not come
+
+A group is made without torch.distributed's default world, over a store of its own, so it disturbs none of vLLM's.
+Between GPUs with NCCL the bytes go from device to device, otherwise over gloo, from and into pinned memory where the
+chunks are on a GPU. The NCCL side has never run: no machine with two GPUs was at hand.
+
+Every wait has a deadline. After a failure the line is broken: what follows on it fails at once, and nothing of a
+transfer that did not end well is used. Imports no vLLM.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
+
+import torch
+import xxhash
+
+T = TypeVar("T")
+
+CONNECT_S = 5.0
+"""How long the two ends wait for each other."""
+
+STALL_S = 5.0
+"""How long one piece may take: whoever is silent for longer counts as gone."""
+
+PIECE_BYTES = 4 << 20
+WINDOW = 16
+"""Pieces that are on their way at once."""
+
+HELLO_BYTES: Final = 32
+_ROW = struct.Struct("<q16s")  # of the table: the position, or -1 for a chunk that is not here; its checksum
+
+
+class LineFailed(Exception):
+    """The other end is gone, silent, or not who it should be."""
+
+
+class Sent(NamedTuple):
+    """A chunk to send: where it was encoded, and its bytes as a tensor of any kind."""
+
+    position: int
+    kv: torch.Tensor
+
+
+class Group(Protocol):
+    """Two processes. What is sent or received is a contiguous uint8 tensor on `device`."""
+
+    device: torch.device
+
+    def send(self, tensor: torch.Tensor) -> Callable[[], None]:
+        """Begins; the answer waits until it is done, at most `STALL_S`, and raises where it was not."""
+
+    def receive(self, tensor: torch.Tensor) -> Callable[[], None]: ...
+
+    def close(self) -> None:
+        """Ends what is on the way."""
+
+
+Connect = Callable[[], Group]
+
+
+class Door:
+    """Where a worker waits for the other end: made at once, `connect` waits."""
+
+    def __init__(self, host: str, token: str, device: torch.device, nccl: bool) -> None:
+        self._about = (host, token, device, nccl)
+        self._store = torch.distributed.TCPStore(
+            host, 0, None, True, timeout=timedelta(seconds=CONNECT_S), wait_for_workers=False
+        )
+        self.address = (host, int(self._store.port))
+
+    def connect(self) -> Group:
+        """Raises RuntimeError where nobody comes."""
+        return _group(self._store, 1, *self._about)
+
+
+def dial(address: tuple[str, int], host: str, token: str, device: torch.device, nccl: bool) -> Group:
+    """The other end of a `Door`, from this `host`. Raises RuntimeError where there is none."""
+    store = torch.distributed.TCPStore(*address, None, False, timeout=timedelta(seconds=CONNECT_S))
+    return _group(store, 0, host, token, device, nccl)
+
+
+class Line:
+    """One end, with a thread of its own on which everything happens in the order in which it was asked for."""
+
+    def __init__(self, connect: Connect) -> None:
+        self._thread = ThreadPoolExecutor(1, "memshard-line")
+        self._group: Group | None = None
+        self.used_at = time.monotonic()
+        self._connecting = self._thread.submit(self._connect, connect)
+
+    def run(self, work: Callable[[Line], T]) -> Future[T]:
+        """Calls `work` on the line's thread."""
+        self.used_at = time.monotonic()
+        return self._thread.submit(work, self)
+
+    def close(self) -> None:
+        """Takes nothing more; what is on the way fails by its deadline at the latest."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._group = None
+
+    # -- on the line's thread ---------------------------------------------------------------------------------------
+
+    def _connect(self, connect: Connect) -> None:
+        self._group = connect()
+
+    def send(self, hello: bytes, chunks: Sequence[Callable[[], Sent | None]], sizes: Sequence[int]) -> list[bool]:
+        """Sends chunks of these `sizes` in bytes, at least one; which of them were here. Raises `LineFailed`."""
+        with _Transfer(self) as group:
+            on_way = _Window()
+            on_way.add(group.send(_tensor(hello).to(group.device)))
+            rows: list[tuple[int, bytes]] = []
+            for chunk, size in zip(chunks, sizes, strict=True):
+                found = chunk()
+                if found is None or (kv := _flat(found.kv)).numel() != size:
+                    found, kv = Sent(-1, empty := torch.zeros(size, dtype=torch.uint8)), empty
+                host = _on_host(kv)
+                wire = kv if kv.device == group.device else host.to(group.device)
+                state = xxhash.xxh3_128()
+                for piece, own in zip(wire.split(PIECE_BYTES), host.split(PIECE_BYTES), strict=True):
+                    state.update(own.numpy())  # just before it is sent: it is in the cache then
+                    on_way.add(group.send(piece), piece)
+                state.update(struct.pack("<q", found.position))
+                rows.append((found.position, state.digest()))
+            on_way.add(group.send(_tensor(b"".join(_ROW.pack(*row) for row in rows)).to(group.device)))
+            on_way.finish()
+        return [position >= 0 for position, _ in rows]
+
+    def receive(self, hello: bytes, rooms: Sequence[torch.Tensor]) -> list[int | None]:
+        """Fills `rooms`; of each the position that it was encoded at, or None where the chunk did not come. What is in
+        a room then is nothing to be used. Raises `LineFailed`."""
+        with _Transfer(self) as group:
+            told = torch.zeros(HELLO_BYTES, dtype=torch.uint8, device=group.device)
+            group.receive(told)()
+            if _bytes(told) != hello:
+                raise LineFailed("the other end sends something else")
+            wires = [_wire(room, group.device) for room in rooms]
+            table = torch.zeros(len(rooms) * _ROW.size, dtype=torch.uint8, device=group.device)
+            sums = [xxhash.xxh3_128() for _ in rooms]
+            for place, piece in _received(group, wires):
+                sums[place].update(_on_host(piece).numpy())
+            group.receive(table)()
+            positions: list[int | None] = []
+            for place, (position, checksum) in enumerate(_ROW.iter_unpack(_bytes(table))):
+                sums[place].update(struct.pack("<q", position))
+                came = position >= 0 and sums[place].digest() == checksum
+                positions.append(position if came else None)
+                if came and wires[place].data_ptr() != rooms[place].data_ptr():
+                    rooms[place].copy_(wires[place].view(rooms[place].dtype).view(rooms[place].shape))
+        return positions
+
+
+class _Transfer:
+    """The line's group while something goes over it; afterwards the line works or is broken."""
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+
+    def __enter__(self) -> Group:
+        group = self._line._group
+        if group is None:
+            error = self._line._connecting.exception(timeout=0)
+            raise LineFailed(f"the line is broken: {error}" if error else "the line is broken")
+        return group
+
+    def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
+        if error is None:
+            return
+        group, self._line._group = self._line._group, None
+        if group is not None:
+            group.close()
+        if isinstance(error, RuntimeError):  # torch's word for whatever happened to the group
+            raise LineFailed(str(error).split("\n", 1)[0]) from error
+
+
+class _Window:
+    """What is being sent, its tensors kept until it has been."""
+
+    def __init__(self) -> None:
+        self._waits: deque[tuple[Callable[[], None], object]] = deque()
+
+    def add(self, wait: Callable[[], None], kept: object = None) -> None:
+        self._waits.append((wait, kept))
+        if len(self._waits) > WINDOW:
+            self._waits.popleft()[0]()
+
+    def finish(self) -> None:
+        while self._waits:
+            self._waits.popleft()[0]()
+
+
+def _received(group: Group, wires: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
+    """The pieces as they come, each with its room's place; those that follow are asked for meanwhile."""
+    pieces = ((place, piece) for place, wire in enumerate(wires) for piece in wire.split(PIECE_BYTES))
+    coming: deque[tuple[int, torch.Tensor, Callable[[], None]]] = deque()
+    for place, piece in pieces:
+        coming.append((place, piece, group.receive(piece)))
+        if len(coming) > WINDOW:
+            first, arrived, wait = coming.popleft()
+            wait()
+            yield first, arrived
+    while coming:
+        first, arrived, wait = coming.popleft()
+        wait()
+        yield first, arrived
+
+
+def _flat(kv: torch.Tensor) -> torch.Tensor:
+    return kv.view(-1).view(torch.uint8)
+
+
+def _wire(room: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """What a chunk is received into: its room, or memory beside it where the group cannot write there."""
+    if room.device == device:
+        return _flat(room)
+    return torch.empty(room.numel() * room.element_size(), dtype=torch.uint8, device=device, pin_memory=True)
+
+
+def _on_host(flat: torch.Tensor) -> torch.Tensor:
+    if flat.device.type == "cpu":
+        return flat
+    return torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True).copy_(flat)
+
+
+def _tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.cpu().numpy().tobytes())
+
+
+# -- groups of two ----------------------------------------------------------------------------------------------------
+
+
+def _group(store: Any, rank: int, host: str, token: str, device: torch.device, nccl: bool) -> Group:
+    """The token is part of every key in the store: who does not know it meets nobody."""
+    own = torch.distributed.PrefixStore(token, store)
+    return _NcclGroup(own, rank, device) if nccl else _GlooGroup(own, rank, host)
+
+
+class _GlooGroup:
+    device = torch.device("cpu")
+
+    def __init__(self, store: Any, rank: int, host: str) -> None:
+        gloo = torch.distributed.ProcessGroupGloo
+        options = gloo._Options()  # vLLM makes its stateless groups with the same private parts
+        options._timeout = timedelta(seconds=CONNECT_S)
+        options._threads = 1
+        options._devices = [gloo.create_device(hostname=host)]
+        self._group: Any = gloo(store, rank, 2, options)
+        self._peer = 1 - rank
+
+    def send(self, tensor: torch.Tensor) -> Callable[[], None]:
+        return _wait(self._group.send([tensor], self._peer, 0))
+
+    def receive(self, tensor: torch.Tensor) -> Callable[[], None]:
+        return _wait(self._group.recv([tensor], self._peer, 0))
+
+    def close(self) -> None:
+        self._group = None
+
+
+def _wait(work: Any) -> Callable[[], None]:
+    def wait() -> None:
+        work.wait(timedelta(seconds=STALL_S))
+
+    return wait
+
+
+class _NcclGroup:
+    """Never run. NCCL hangs on a peer that is gone: a stream of its own and an abort at the deadline end that."""
+
+    def __init__(self, store: Any, rank: int, device: torch.device) -> None:
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # its watchdog would end the engine's process
+        nccl = torch.distributed.ProcessGroupNCCL
+        options = nccl.Options()
+        options._timeout = timedelta(seconds=CONNECT_S)
+        self.device = device
+        self._group: Any = nccl(store, rank, 2, options)
+        self._peer = 1 - rank
+        self._stream = torch.cuda.Stream(device)
+
+    def send(self, tensor: torch.Tensor) -> Callable[[], None]:
+        with torch.cuda.stream(self._stream):
+            return self._wait(self._group.send([tensor], self._peer, 0))
+
+    def receive(self, tensor: torch.Tensor) -> Callable[[], None]:
+        with torch.cuda.stream(self._stream):
+            return self._wait(self._group.recv([tensor], self._peer, 0))
+
+    def _wait(self, work: Any) -> Callable[[], None]:
+        def wait() -> None:
+            ends_at = time.monotonic() + STALL_S
+            while not work.is_completed():
+                if time.monotonic() > ends_at:
+                    self.close()
+                    raise LineFailed("the other GPU is silent")
+                time.sleep(0.0005)
+
+        return wait
+
+    def close(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort()
