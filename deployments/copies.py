@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
@@ -40,12 +40,12 @@ log = logging.getLogger(__name__)
 
 
 class Courier:
-    """Sends one shard's chunks to others. `shards`: how those are called, once that is known; None: not at all."""
+    """Sends one shard's chunks to others. `shards` gives what calls those; None: they do not reach each other."""
 
     def __init__(self, engine: Engine, tiers: Tiers, *, nccl: bool = False) -> None:
         self.engine = engine
         self.tiers = tiers
-        self.shards: Shards | None = None
+        self.shards: Callable[[], Shards] | None = None
         self.devices = engine.devices if nccl else ()
         self.lines: dict[ShardId, str] = {}
         self.turns: dict[ShardId, asyncio.Lock] = {}
@@ -55,7 +55,7 @@ class Courier:
         """Of this user's chunks, for that shard; `close` it. None where shards do not reach each other."""
         if self.shards is None or self.engine.refusal is not None:
             return None
-        copy = Copy(self, self.shards, placement, target)
+        copy = Copy(self, self.shards(), placement, target)
         self.tiers.copies.add(copy)
         return copy
 

@@ -205,7 +205,7 @@ class DeterministicEngine:
         return Outcome.DONE
 
     async def listen(self, line: str, nccl: bool) -> list[tuple[str, int]]:
-        return [await self.lines.listen(line)]
+        return [self.lines.listen(line)]
 
     async def dial(self, line: str, doors: Sequence[tuple[str, int]], nccl: bool) -> None:
         await self.lines.dial(line, doors[0])

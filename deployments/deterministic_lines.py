@@ -7,6 +7,7 @@ every wait, and a line that failed is broken.
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -28,10 +29,10 @@ class SocketLines:
     def __init__(self) -> None:
         self._lines: dict[str, SocketLine] = {}
 
-    async def listen(self, name: str) -> tuple[str, int]:
+    def listen(self, name: str) -> tuple[str, int]:
         self.hang_up(name)
         self._lines[name] = SocketLine()
-        return await self._lines[name].listen(name)
+        return self._lines[name].listen(name)
 
     async def dial(self, name: str, door: tuple[str, int]) -> None:
         """Where nobody listens, what is sent fails."""
@@ -62,21 +63,29 @@ class SocketLine:
     def __init__(self) -> None:
         self._turn = asyncio.Lock()
         self._ends: asyncio.Future[Ends] = asyncio.get_running_loop().create_future()
-        self._server: asyncio.Server | None = None
+        self._meeting: asyncio.Task[None] | None = None
 
-    async def listen(self, name: str) -> tuple[str, int]:
+    def listen(self, name: str) -> tuple[str, int]:
         """Where the other end finds this one."""
+        door = socket.create_server((HOST, 0))
+        door.setblocking(False)
+        self._meeting = asyncio.create_task(self._meet(door, name))
+        self._meeting.add_done_callback(lambda _: door.close())
+        return HOST, door.getsockname()[1]
 
-        async def met(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            with suppress(OSError, EOFError, TimeoutError):
+    async def _meet(self, door: socket.socket, name: str) -> None:
+        while not self._ends.done():
+            came, _ = await asyncio.get_running_loop().sock_accept(door)
+            reader, writer = await asyncio.open_connection(sock=came)
+            try:
                 async with asyncio.timeout(STALL_S):
-                    if (await reader.readexactly(len(name))).decode() == name and not self._ends.done():
+                    if (await reader.readexactly(len(name))).decode(errors="replace") == name:
                         self._ends.set_result((reader, writer))
-                        return
-            writer.close()
-
-        self._server = await asyncio.start_server(met, HOST, 0)
-        return HOST, self._server.sockets[0].getsockname()[1]
+            except (OSError, EOFError):
+                continue
+            finally:
+                if not self._ends.done() or self._ends.cancelled():
+                    writer.close()
 
     async def dial(self, name: str, door: tuple[str, int]) -> None:
         """Raises `LineFailed` where nobody listens."""
@@ -90,8 +99,8 @@ class SocketLine:
 
     def close(self) -> None:
         """What is on the way fails."""
-        if self._server is not None:
-            self._server.close()
+        if self._meeting is not None:
+            self._meeting.cancel()
         if self._ends.done() and not self._ends.cancelled():
             self._ends.result()[1].close()
         self._ends.cancel()

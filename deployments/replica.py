@@ -16,6 +16,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AsyncExitStack, aclosing, suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from ray import serve
@@ -95,7 +96,7 @@ class ShardReplica:
             self._shard = shard = await start(settings, self._me, self._directory, store, self._lease)
             undo.callback(shard.close)
             undo.push_async_callback(shard.flush, FLUSH_S)
-            shard.courier.shards = _others(context)
+            shard.courier.shards = cache(partial(_others, context))
             sweeping = asyncio.create_task(shard.janitor(self._me, self._directory).run())
             undo.callback(sweeping.cancel)
             await self._beat()

@@ -1,4 +1,4 @@
-"""Chunks over a line between two workers: byte for byte, or not at all; whoever is silent or wrong is not waited for."""
+"""Chunks over a line between two workers: byte for byte, or not at all; who is silent or wrong is not waited for."""
 
 from __future__ import annotations
 

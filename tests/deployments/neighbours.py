@@ -21,10 +21,14 @@ class Neighbours(Shards):
     def __init__(self, shards: dict[ShardId, Shard]) -> None:
         self._shards = shards
         self.asked: list[MemoryCall[Any]] = []
+        self.calm()
+        for shard in shards.values():
+            shard.courier.shards = lambda: self
+
+    def calm(self) -> None:
+        """Nothing goes wrong from now on."""
         self.before: Before = _nothing
         self.after: Before = _nothing
-        for shard in shards.values():
-            shard.courier.shards = self
 
     def of(self, kind: type) -> list[MemoryCall[Any]]:
         """Calls of this type, in their order."""

@@ -4,99 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
-from neighbours import Neighbours
+from moving_pair import FACTS, QUESTION, Pair, two_shards
 from redis.asyncio import Redis
-from tiered_shard import TieredShard, chunk_files, tiered_shard
+from tiered_shard import chunk_files
 
-from deployments.deterministic import mark
 from deployments.memory_calls import MoveCall, MoveReport
 from deployments.mover import _Move
-from sharding.errors import EngineFailed, InvalidRequest, Unavailable, WrongShard
-from sharding.ids import Placement, ShardId, UserId
+from sharding.errors import EngineFailed, InvalidRequest, Unavailable
+from sharding.ids import ShardId, UserId
 from sharding.move import DROP_TRIES, Do, End, Outcome
-from sharding.placement import PlacementPolicy, ShardReport
-
-ALICE = UserId("alice")
-FACTS = [f"boat {n} is called {name}" for n, name in enumerate(("Anna", "Berta", "Clara", "Dora", "Emma", "Frida"))]
-QUESTION = "What is boat called?"
-
-
-class Pair:
-    """Two shards, and a gateway's way to whoever owns Alice: the directory's word, asked again after `WrongShard`."""
-
-    def __init__(self, one: TieredShard, other: TieredShard) -> None:
-        self.one, self.other = one, other
-        self.shards = {one.me: one, other.me: other}
-        self.told: list[str] = []  # acknowledged
-        self.neighbours: Neighbours | None = None  # where workers reach each other
-
-    async def placement(self) -> Placement:
-        placement = await self.one.directory.lookup(ALICE)
-        assert placement is not None
-        return placement
-
-    async def sent(self, call: Callable[[TieredShard, Placement], Awaitable[object]], cached: Placement) -> object:
-        """As `OwnerCalls` does it: one retry."""
-        try:
-            return await call(self.shards[cached.shard], cached)
-        except WrongShard:
-            placement = await self.placement()
-            return await call(self.shards[placement.shard], placement)
-
-    async def tell(self, text: str, cached: Placement) -> None:
-        await self.sent(lambda shard, placement: shard.told(placement, text), cached)
-        self.told.append(text)
-
-    async def reads_what_was_told(self, cached: Placement) -> None:
-        before = set(map(mark, self.told))
-        read = await self.sent(lambda shard, placement: shard.asked(placement, QUESTION, 1_000), cached)
-        assert isinstance(read, tuple)
-        assert before <= set(read[0]), "an acknowledged fact was not read"
-        assert len(read[0]) == len(set(read[0])), "a fact was read twice"
-
-    async def move(self) -> MoveReport:
-        placement = await self.placement()
-        target = self.other.me if placement.shard == self.one.me else self.one.me
-        return await self.shards[placement.shard].shard.ask(MoveCall("r", placement, target))
-
-    async def everything_is_served_by_one(self) -> None:
-        placement = await self.placement()
-        owner = self.shards[placement.shard]
-        read, _ = await owner.asked(placement, QUESTION, 1_000)
-        assert sorted(read) == sorted(map(mark, self.told))
-        for shard in self.shards.values():
-            if shard is not owner:
-                with pytest.raises(WrongShard):
-                    await shard.asked(Placement(ALICE, shard.me, placement.epoch), QUESTION)
-                with pytest.raises(WrongShard):
-                    await shard.told(Placement(ALICE, shard.me, placement.epoch - 1), "too late")
+from sharding.placement import PlacementPolicy
 
 
 @pytest.fixture(params=["by a shared path", "by encoding again", "from worker to worker"])
 async def pair(own_valkey: tuple[Redis, str], tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
-    redis, url = own_valkey
-    await redis.flushall()
     shared = {"chunk_shared_url": str(tmp_path / "shared"), "chunk_shared_bytes": 1 << 30}
-    async with AsyncExitStack() as open_shards:
-        more = shared if request.param == "by a shared path" else {}
-        more = {**more, "chunk_device_bytes": 1 << 20}
-        one, other = [
-            await open_shards.enter_async_context(tiered_shard(name, redis, url, tmp_path, **more)) for name in "ab"
-        ]
-        for shard in (one, other):
-            report = ShardReport(shard=shard.me, model="m", ready=True, free_bytes=0, users=0, requests_in_flight=0)
-            await shard.directory.heartbeat(report.model_dump_json(), shard.me, 60.0)
-        pair = Pair(one, other)
+    async with AsyncExitStack() as opened:
+        pair = await two_shards(opened, own_valkey, tmp_path, **(shared if request.param == "by a shared path" else {}))
         if request.param == "from worker to worker":
-            pair.neighbours = Neighbours({one.me: one.shard, other.me: other.shard})
-        alice = await one.owns("alice")
-        for fact in FACTS:
-            await pair.tell(fact, alice)
+            pair.meet()
+        await pair.begin()
         yield pair
 
 
