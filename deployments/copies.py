@@ -14,7 +14,7 @@ import logging
 import uuid
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from connector.chunk import ChunkId, ChunkRef
 from connector.file_writer import slices
@@ -24,9 +24,11 @@ from connector.moves import DEVICE, HOST, PEER, Move, Outcome
 from connector.port import Engine
 from connector.tiers import Tiers
 from deployments.memory_calls import Accepted, ArrivedCall, DropCopyCall, MemoryCall, OfferCall
-from deployments.shard_client import Shards
 from sharding.errors import EngineFailed, MemshardError, ShardGone, Unavailable, WrongShard
 from sharding.ids import Placement, ShardId
+
+if TYPE_CHECKING:
+    from deployments.shard_client import Shards  # imports Ray, which not everybody has who has a shard
 
 T = TypeVar("T")
 
