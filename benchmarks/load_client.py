@@ -95,7 +95,9 @@ class LoadClient:
                 return listed
             page += 1
 
-    def chat(self, model: str, user: str, question: str, mode: str, top_k: int, max_tokens: int) -> Answer:
+    def chat(
+        self, model: str, user: str, question: str, mode: str, top_k: int, max_tokens: int, min_tokens: int = 0
+    ) -> Answer:
         """One streamed completion."""
         body = {
             "model": model,
@@ -104,6 +106,7 @@ class LoadClient:
             "memory": {"mode": mode, "top_k": top_k},
             "temperature": 0,
             "max_tokens": max_tokens,
+            "min_tokens": min_tokens,
             "stream": True,
         }
         times: list[float] = []

@@ -12,10 +12,12 @@ from benchmarks.load_run import LoadResult
 from benchmarks.results import Row, Spread
 
 BOUND = "off"
+PROMPT = "prompt"
 
 
 def rows(results: Sequence[LoadResult]) -> Iterator[Row]:
-    """One row an arm; `over_off` is the median of the rounds' ratios of answers a second: memory off is the bound."""
+    """One row an arm; `over_off` and `over_prompt` are medians of the rounds' ratios of answers a second: memory off is
+    the bound, the same facts as text what injection is to be better than."""
     for arm in arms(results):
         phases = _of(results, arm)
         answered = [request for phase in phases for request in phase.requests if request.error is None]
@@ -32,7 +34,7 @@ def rows(results: Sequence[LoadResult]) -> Iterator[Row]:
             "errors": failed,
             "fallbacks": sum(request.fallback is not None for request in answered),
             **Spread.of(phase.per_second(phase.requests) for phase in phases).row("answered", "per_s"),
-            **({} if (ratio := over_off(results, arm)) is None else {"over_off": ratio}),
+            **{f"over_{other}": ratio for other in (BOUND, PROMPT) if (ratio := over(results, arm, other)) is not None},
             **percentiles("ttft", [r.ttft_s for r in answered if r.ttft_s is not None]),
             **percentiles("between_pieces", [gap for r in answered for gap in r.gaps_s]),
             **percentiles("total", [r.seconds for r in answered]),
@@ -44,24 +46,24 @@ def tables(results: Sequence[LoadResult]) -> Iterator[Table]:
     plan = results[0].plan
     drawn = Table(
         title=f"{results[0].model}: {plan.people} people, {plan.users} at a time, k = {plan.top_k}, "
-        f"at most {plan.max_tokens} tokens, phases of {plan.duration_s:.0f} s",
-        caption="answers a second: median (quartiles) of the rounds; over off: median of the rounds' ratios; "
+        f"{plan.max_tokens} tokens, phases of {plan.duration_s:.0f} s",
+        caption="answers a second: median (quartiles) of the rounds; over …: median of the rounds' ratios; "
         "ms: p50 / p95 / p99 at the client's socket",
     )
-    for heading in ("memory", "n", "errors", "answers/s", "over off", "first token", "between", "total"):
+    for heading in ("memory", "n", "errors", "answers/s", "over off", "over prompt", "first token", "between", "total"):
         drawn.add_column(heading, justify="left" if heading == "memory" else "right")
     for row in rows(results):
         rates = Spread(*(float(row[f"answered_{part}per_s"]) for part in ("q1_", "", "q3_")))
-        ratio = f"{float(row['over_off']):.2f}" if "over_off" in row else ""
+        ratios = (f"{float(row[over_]):.2f}" if (over_ := f"over_{other}") in row else "" for other in (BOUND, PROMPT))
         times = (milliseconds(row, name) for name in ("ttft", "between_pieces", "total"))
-        drawn.add_row(str(row["arm"]), str(row["n"]), str(row["errors"]), rates.text(), ratio, *times)
+        drawn.add_row(str(row["arm"]), str(row["n"]), str(row["errors"]), rates.text(), *ratios, *times)
     yield drawn
     yield what_went_wrong(results)
 
 
-def over_off(results: Sequence[LoadResult], arm: str) -> float | None:
-    """None where memory off was not among the arms."""
-    pairs = zip(_of(results, arm), _of(results, BOUND), strict=False)
+def over(results: Sequence[LoadResult], arm: str, other: str) -> float | None:
+    """None where the other was not among the arms."""
+    pairs = zip(_of(results, arm), _of(results, other), strict=False)
     rates = [(phase.per_second(phase.requests), bound.per_second(bound.requests)) for phase, bound in pairs]
     ratios = [rate / bound for rate, bound in rates if bound]
     return statistics.median(ratios) if ratios else None

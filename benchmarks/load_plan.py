@@ -23,6 +23,7 @@ class LoadPlan:
     zipf: float = 1.0
     top_k: int = 10
     max_tokens: int = 50
+    min_tokens: int = 0
     deadline_s: float = 60.0
     seed: int = 0
     page_port: int | None = None

@@ -156,7 +156,8 @@ class Requests:
     def _chat(self, person: Person, arm: str) -> dict[str, Any]:
         plan = self.plan
         asked = time.perf_counter()
-        answer = self.client.chat(self.model, person.user, person.question(), arm, plan.top_k, plan.max_tokens)
+        length = (plan.max_tokens, plan.min_tokens)
+        answer = self.client.chat(self.model, person.user, person.question(), arm, plan.top_k, *length)
         question = Question(person, arm, plan.top_k, asked, time.perf_counter())
         wrong = self.population.wrong(question, answer, self._exact)
         if wrong == UNKNOWN:

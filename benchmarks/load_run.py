@@ -86,14 +86,15 @@ def compare(
     plan: LoadPlan, rounds: int, say: Say, went_on: Callable[[float], None] = lambda _: None
 ) -> list[LoadResult]:
     """Each of the plan's arms alone, chats only, one phase after the other; in every round in another order. All with
-    the same people. Raises as `run`."""
+    the same people, and with answers of the same length: none ends before `max_tokens`. Raises as `run`."""
     rng = random.Random(plan.seed)
     with _people(plan, say) as requests:
         results: list[LoadResult] = []
         for round_ in range(rounds):
             for arm in rng.sample(plan.arms, len(plan.arms)):
                 say(f"Round {round_ + 1} of {rounds}: {arm}")
-                results.append(_phase(replace(plan, mix={"chat": 1.0}, arms=(arm,)), requests, went_on))
+                alone = replace(plan, mix={"chat": 1.0}, arms=(arm,), min_tokens=plan.max_tokens)
+                results.append(_phase(alone, requests, went_on))
         checked = _finish(requests, say)
     for result in results:
         result.checked_people = checked

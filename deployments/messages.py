@@ -24,10 +24,11 @@ class Sampling:
     seed: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+    min_tokens: int | None = None
 
     def given(self) -> dict[str, Any]:
         """What was asked of the sampler, by name; `max_tokens` and `stop` apart."""
-        names = ("temperature", "top_p", "seed", "presence_penalty", "frequency_penalty")
+        names = ("temperature", "top_p", "seed", "presence_penalty", "frequency_penalty", "min_tokens")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 

@@ -88,7 +88,7 @@ class ChatRequest(BaseModel):
     """The body of POST /v1/chat/completions. What it does not name ends in `model_extra`.
 
     Where neither `max_tokens` nor `max_completion_tokens` is given, an answer has at most 256 tokens, and fewer where
-    the messages leave less of the context (`chat_plan.py`).
+    the messages leave less of the context (`chat_plan.py`). `min_tokens` is vLLM's: an answer does not end before it.
     """
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
@@ -97,6 +97,7 @@ class ChatRequest(BaseModel):
     messages: list[ChatMessage] = Field(min_length=1)
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     stop: tuple[str, ...] = ()
@@ -144,8 +145,12 @@ class ChatRequest(BaseModel):
         top_k = default_top_k if memory.top_k is None else memory.top_k
         if top_k > max_top_k:
             raise InvalidRequest(f"'memory.top_k' is larger than {max_top_k}.", field="memory.top_k")
+        max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        if self.min_tokens and self.min_tokens > (max_tokens or 0):
+            raise InvalidRequest("'min_tokens' needs a 'max_tokens' that is not below it.", field="min_tokens")
         sampling = Sampling(
-            max_tokens=self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
+            max_tokens=max_tokens,
+            min_tokens=self.min_tokens,
             temperature=self.temperature,
             top_p=self.top_p,
             stop=self.stop,

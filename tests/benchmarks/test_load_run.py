@@ -66,6 +66,7 @@ def test_memory_modes_are_compared_each_alone_with_the_same_people(cluster: Loca
     assert {request.kind for result in results for request in result.requests} == {"chat"}
     rows = {row["arm"]: row for row in load_compare.rows(results)}
     assert rows["off"]["over_off"] == 1.0
+    assert "over_prompt" not in rows["off"], "that arm was not measured"
     assert rows["inject"]["rounds"] == 2
     assert results[-1].wrong == Counter()
     console = Console(record=True, width=200)

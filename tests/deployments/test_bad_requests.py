@@ -53,6 +53,8 @@ def refused(response: httpx.Response, status: int = 400) -> dict[str, Any]:
         ({"stop": 5}, "stop"),
         ({"seed": 2**63}, "seed"),
         ({"presence_penalty": 3}, "presence_penalty"),
+        ({"min_tokens": 3}, "min_tokens"),
+        ({"min_tokens": 3, "max_tokens": 2}, "min_tokens"),
         ({"stream": "yes"}, "stream"),
         ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
         ({"n": 2}, "n"),

@@ -76,6 +76,7 @@ async def test_every_sampling_field_reaches_the_shard(client: httpx.AsyncClient,
         "stop": "end",
         "seed": 7,
         "presence_penalty": -1,
+        "min_tokens": 4,
         "frequency_penalty": 1.5,
     }
     cluster.place("ada")
@@ -83,6 +84,7 @@ async def test_every_sampling_field_reaches_the_shard(client: httpx.AsyncClient,
     sent = cluster.shards.of("ada").chats[0].sampling
     assert (sent.temperature, sent.top_p, sent.stop, sent.seed) == (0, 0.5, ("end",), 7)
     assert (sent.presence_penalty, sent.frequency_penalty, sent.max_tokens) == (-1, 1.5, 9)
+    assert sent.given()["min_tokens"] == 4
 
 
 async def test_text_parts_are_joined_and_the_developer_speaks_as_system(
