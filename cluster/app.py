@@ -41,9 +41,6 @@ REPORT_S = 2.0
 ENCODE_BACKLOG_A_SHARD = 500
 """Chunks that one shard may be behind with: a minute or two of encoding on a CPU, seconds on a GPU."""
 
-LEAVE_S = 20.0
-"""How long a shard that is too many may take to hand over its users, beside what it was asked."""
-
 SHARD_RESOURCE = "memshard_shard"
 GATEWAY_RESOURCE = "memshard_gateway"
 """What a Ray node offers, once for each shard or gateway that may run on it (see `Settings.place_by_resource`)."""
@@ -161,7 +158,7 @@ def build(
 def how_many(settings: Settings) -> dict[str, Any]:
     """How many shards: as many as were asked for, or as the load needs; and how long one that ends may take."""
     if settings.max_shards is None:
-        return {"num_replicas": settings.shards, "graceful_shutdown_timeout_s": settings.stop_deadline_s}
+        return {"num_replicas": settings.shards, "graceful_shutdown_timeout_s": settings.shard_stop_s}
     policy = AutoscalingPolicy(
         policy_function="deployments.autoscaling:ShardScaling",
         policy_kwargs={
@@ -187,11 +184,7 @@ def how_many(settings: Settings) -> dict[str, Any]:
             downscale_delay_s=0,
             policy=policy,
         )
-    # Nothing waits for a shard that is too many: every request that it has begun may end.
-    return {
-        "autoscaling_config": config,
-        "graceful_shutdown_timeout_s": max(settings.stop_deadline_s, settings.request_deadline_s + LEAVE_S),
-    }
+    return {"autoscaling_config": config, "graceful_shutdown_timeout_s": settings.shard_stop_s}
 
 
 def _actor_options(settings: Settings, resource: str, gpus: int = 0) -> dict[str, Any]:

@@ -23,6 +23,9 @@ from sharding.errors import StartupError
 from sharding.sealing import Seal
 
 PREFIX = "MEMSHARD_"
+LEAVE_S = 20.0
+"""How long a shard that is too many may take to hand over its users, beside what it was asked."""
+
 GIB = 1 << 30
 
 Port = Annotated[int, Field(ge=1, le=65535)]
@@ -224,6 +227,14 @@ class Settings(BaseSettings):
     def most_shards(self) -> int:
         """How many shards there may be at a time."""
         return self.max_shards or self.shards
+
+    @property
+    def shard_stop_s(self) -> float:
+        """How long a shard that is stopped may take. Where their number follows the load nothing waits for one that is
+        too many: every request that it has begun may end."""
+        if self.max_shards is None:
+            return self.stop_deadline_s
+        return max(self.stop_deadline_s, self.request_deadline_s + LEAVE_S)
 
     @property
     def is_loopback(self) -> bool:

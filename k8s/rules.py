@@ -7,15 +7,16 @@ import re
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from cluster.app import GATEWAY_RESOURCE, SHARD_RESOURCE
 from cluster.ray_node import ENVIRONMENT
 from cluster.settings import PREFIX, Settings
 from k8s.objects import Object
+from k8s.pods import Pod, environment_of, pods_of, serve_config_of, service_of
+from k8s.upkeep import disruptions_are_bounded, memory_is_durable, metrics_are_scraped, models_can_be_read
 from sharding.errors import MemshardError
 
 Rule = Callable[[Sequence[Object]], Iterator[str]]
@@ -27,25 +28,17 @@ SECRETS = {"memshard-memory-redis", "memshard-gcs-redis"}
 _SECRET_NAME = re.compile("PASSWORD|SECRET|TOKEN|CREDENTIAL", re.IGNORECASE)
 
 
-class Pod(NamedTuple):
-    """A pod template: whose it is, its spec, and whether Ray runs in it."""
-
-    name: str
-    spec: Object
-    ray: bool
-
-
 def settings_exist(objects: Sequence[Object]) -> Iterator[str]:
     """Every MEMSHARD_* variable and every argument of the application is a setting with a value that it takes."""
-    service = _service(objects)
-    for pod in _pods(objects):
+    service = service_of(objects)
+    for pod in pods_of(objects):
         if pod.ray:
-            environment = _environment(objects, pod)
+            environment = environment_of(objects, pod)
             given = {name: value for name, value in environment.items() if name.startswith(PREFIX)}
             known = {f"{PREFIX}{name.upper()}" for name in Settings.model_fields}
             yield from (f"{pod.name}: {name} is no setting" for name in given if name not in known)
             values = {name.removeprefix(PREFIX).lower(): value for name, value in given.items() if name in known}
-            for app in _serve_config(service).get("applications", ()):
+            for app in serve_config_of(service).get("applications", ()):
                 yield from _refused(pod.name, {**values, **app.get("args", {})})
             for name, value in ENVIRONMENT.items():
                 if environment.get(name) != value:
@@ -65,8 +58,8 @@ def _refused(where: str, values: dict[str, Any]) -> Iterator[str]:
 
 def application_starts(objects: Sequence[Object]) -> Iterator[str]:
     """serveConfigV2 is what Ray's schema says, what it imports exists, and nodes offer what its replicas ask for."""
-    service = _service(objects)
-    config = _serve_config(service)
+    service = service_of(objects)
+    config = serve_config_of(service)
     if refusals := list(_refused_by_ray(config)):
         yield from (f"serveConfigV2: {refusal}" for refusal in refusals)
         return
@@ -106,24 +99,30 @@ def _most(service: Object, resource: str) -> int:
     return sum(int(group["resources"].get(resource, "0")) * group["maxReplicas"] for group in groups)
 
 
+_OF_A_DRAIN = ("shards", "max_shards", "stop_deadline_s", "start_deadline_s", "request_deadline_s")
+
+
 def drains_outlast_moves(objects: Sequence[Object]) -> Iterator[str]:
     """Pod's grace > Ray's drain > a replica's own stop and the start of its replacement."""
-    for pod in _pods(objects):
+    for pod in pods_of(objects):
         if not pod.ray:
             continue
-        environment = _environment(objects, pod)
+        environment = environment_of(objects, pod)
         grace_s = pod.spec.get("terminationGracePeriodSeconds", 30)
         drain_s = float(environment.get("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", 30))
-        names = ("stop_deadline_s", "start_deadline_s")
-        stop_s, start_s = (
-            float(environment.get(f"{PREFIX}{name.upper()}", Settings.model_fields[name].default)) for name in names
-        )
-        if not grace_s > drain_s > stop_s + start_s:
-            yield (
-                f"{pod.name}: terminationGracePeriodSeconds ({grace_s}) must exceed "
-                f"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S ({drain_s:g}), and that the sum of "
-                f"{PREFIX}STOP_DEADLINE_S and {PREFIX}START_DEADLINE_S ({stop_s:g} + {start_s:g})"
-            )
+        for app in serve_config_of(service_of(objects)).get("applications", ()):
+            given = {name: environment.get(f"{PREFIX}{name.upper()}") for name in _OF_A_DRAIN} | app.get("args", {})
+            try:
+                settings = Settings(**{name: given[name] for name in _OF_A_DRAIN if given[name] is not None})
+            except ValidationError:
+                continue  # said by `settings_exist`
+            stop_s, start_s = settings.shard_stop_s, settings.start_deadline_s
+            if not grace_s > drain_s > stop_s + start_s:
+                yield (
+                    f"{pod.name}: terminationGracePeriodSeconds ({grace_s}) must exceed "
+                    f"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S ({drain_s:g}), and that the sum of what a shard takes to "
+                    f"stop and of {PREFIX}START_DEADLINE_S ({stop_s:g} + {start_s:g})"
+                )
         for container in pod.spec["containers"]:
             if "preStop" in container.get("lifecycle", {}):
                 yield f"{pod.name}: a preStop hook would end Ray before it has drained"
@@ -131,10 +130,10 @@ def drains_outlast_moves(objects: Sequence[Object]) -> Iterator[str]:
 
 def chunks_can_be_written(objects: Sequence[Object]) -> Iterator[str]:
     """The tiers below main memory lie on volumes: the root file system is read-only."""
-    for pod in _pods(objects):
+    for pod in pods_of(objects):
         if pod.name.endswith(", shards"):
             mounts = [mount for mount in pod.spec["containers"][0]["volumeMounts"] if not mount.get("readOnly")]
-            environment = _environment(objects, pod)
+            environment = environment_of(objects, pod)
             for name in ("CHUNK_DISK_DIR", "CHUNK_SHARED_URL"):
                 path = environment.get(f"{PREFIX}{name}", "")
                 if "://" not in path and not any(f"{path}/".startswith(f"{m['mountPath']}/") for m in mounts):
@@ -143,7 +142,7 @@ def chunks_can_be_written(objects: Sequence[Object]) -> Iterator[str]:
 
 def pods_are_confined(objects: Sequence[Object]) -> Iterator[str]:
     """No root, no writable root file system, no privileges, nothing unbounded, no variables of Services."""
-    for pod in _pods(objects):
+    for pod in pods_of(objects):
         if pod.spec.get("enableServiceLinks") is not False:
             yield f"{pod.name}: enableServiceLinks must be false; a Service named memshard would set {PREFIX}PORT"
         if not pod.spec.get("securityContext", {}).get("runAsNonRoot"):
@@ -224,7 +223,7 @@ def images_can_be_built(objects: Sequence[Object]) -> Iterator[str]:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     kinds = [file.name.removesuffix(".Dockerfile") for file in (ROOT / "k8s" / "images").glob("*.Dockerfile")]
     expected = {f"memshard:{version}-{kind}" for kind in kinds}
-    for pod in _pods(objects):
+    for pod in pods_of(objects):
         for container in pod.spec["containers"]:
             if pod.ray and container["image"] not in expected:
                 yield f"{pod.name}: {container['image']} is none of {', '.join(sorted(expected))}"
@@ -235,6 +234,10 @@ RULES: tuple[Rule, ...] = (
     settings_exist,
     drains_outlast_moves,
     chunks_can_be_written,
+    models_can_be_read,
+    disruptions_are_bounded,
+    memory_is_durable,
+    metrics_are_scraped,
     pods_are_confined,
     references_lead_somewhere,
     network_is_closed,
@@ -242,41 +245,8 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def _service(objects: Iterable[Object]) -> Object:
-    return next(object_ for object_ in objects if object_["kind"] == "RayService")
-
-
-def _serve_config(service: Object) -> Object:
-    config: Object = yaml.safe_load(service["spec"]["serveConfigV2"])
-    return config
-
-
-def _pods(objects: Iterable[Object]) -> Iterator[Pod]:
-    for object_ in objects:
-        name, spec = f"{object_['kind']} {object_['metadata']['name']}", object_.get("spec", {})
-        if object_["kind"] == "RayService":
-            cluster = spec["rayClusterConfig"]
-            yield Pod(f"{name}, head", cluster["headGroupSpec"]["template"]["spec"], True)
-            for group in cluster["workerGroupSpecs"]:
-                yield Pod(f"{name}, {group['groupName']}", group["template"]["spec"], True)
-        elif object_["kind"] == "CronJob":
-            yield Pod(name, spec["jobTemplate"]["spec"]["template"]["spec"], False)
-        elif "template" in spec:
-            yield Pod(name, spec["template"]["spec"], False)
-
-
 def _claim_templates(objects: Iterable[Object], pod: Pod) -> list[str]:
     for object_ in objects:
         if f"{object_['kind']} {object_['metadata']['name']}" == pod.name:
             return [claim["metadata"]["name"] for claim in object_["spec"].get("volumeClaimTemplates", ())]
     return []
-
-
-def _environment(objects: Iterable[Object], pod: Pod) -> dict[str, str]:
-    """The variables of a pod's first container; those taken from elsewhere but a ConfigMap are left out."""
-    container = pod.spec["containers"][0]
-    maps = {object_["metadata"]["name"]: object_["data"] for object_ in objects if object_["kind"] == "ConfigMap"}
-    variables: dict[str, str] = {}
-    for source in container.get("envFrom", ()):
-        variables |= maps.get(source.get("configMapRef", {}).get("name"), {})
-    return variables | {entry["name"]: entry["value"] for entry in container.get("env", ()) if "value" in entry}

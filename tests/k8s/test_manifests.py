@@ -62,6 +62,13 @@ def shards(objects: Objects) -> dict[str, Any]:
     return ray(objects)["rayClusterConfig"]["workerGroupSpecs"][0]["template"]["spec"]
 
 
+def memory_redis(objects: Objects) -> dict[str, Any]:
+    found = (object_ for object_ in objects if object_["metadata"]["name"] == "memshard-memory-redis")
+    stateful = next(object_ for object_ in found if object_["kind"] == "StatefulSet")
+    container: dict[str, Any] = stateful["spec"]["template"]["spec"]["containers"][0]
+    return container
+
+
 def settings(objects: Objects) -> dict[str, str]:
     return next(object_ for object_ in objects if object_["metadata"]["name"].startswith("memshard-settings"))["data"]
 
@@ -131,6 +138,40 @@ MISTAKES: dict[str, tuple[Callable[[Objects], object], str]] = {
     "a drain shorter than a move": (
         lambda o: settings(o).update(RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S="30"),
         "must exceed RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S \\(30\\)",
+    ),
+    "a drain shorter than a shard that is too many takes": (
+        lambda o: (
+            serve_config(o, "shards: 2", "shards: 2\n      max_shards: 2"),
+            settings(o).update(RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S="330"),
+        ),
+        "must exceed RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S \\(330\\)",
+    ),
+    "a model on no volume": (
+        lambda o: settings(o).update(MEMSHARD_MODEL="/models/served"),
+        "gateways: MEMSHARD_MODEL .* lies on no volume",
+    ),
+    "a drain that takes all shards": (
+        lambda o: without(o, "PodDisruptionBudget"),
+        "shards: no PodDisruptionBudget lets one pod go at a time",
+    ),
+    "all shards on one node": (lambda o: shards(o).pop("affinity"), "shards: no anti-affinity"),
+    "shards that anything displaces": (lambda o: shards(o).pop("priorityClassName"), "shards: no priority class"),
+    "a memory that forgets": (
+        lambda o: memory_redis(o)["args"].__setitem__(memory_redis(o)["args"].index("noeviction"), "allkeys-lru"),
+        "--maxmemory-policy must be noeviction",
+    ),
+    "a memory that acknowledges too early": (
+        lambda o: memory_redis(o)["args"].__setitem__(memory_redis(o)["args"].index("always"), "everysec"),
+        "--appendfsync must be always",
+    ),
+    "a memory that anybody reads": (
+        lambda o: memory_redis(o)["args"].remove("--requirepass"),
+        "--requirepass is missing",
+    ),
+    "metrics that nobody scrapes": (lambda o: without(o, "PodMonitor"), "no PodMonitor"),
+    "metrics that are not there": (
+        lambda o: of(o, "PodMonitor")["spec"]["podMetricsEndpoints"][0].update(port="metrix"),
+        "scrapes metrix, and no container has a port",
     ),
     "a hook that ends Ray first": (
         lambda o: head(o)["containers"][0].update(
