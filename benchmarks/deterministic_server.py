@@ -1,7 +1,7 @@
 """A server of many shards with the deterministic engine (`deployments/deterministic.py`): everything is real but the
 model. For `memshard load`; never what `memshard serve` starts.
 
-As a program (`python -m benchmarks.deterministic_server PORT SHARDS STATE_DIR`) it serves until SIGTERM.
+As a program (`python -m benchmarks.deterministic_server PORT SHARDS MAX_SHARDS STATE_DIR`) it serves until SIGTERM.
 """
 
 from __future__ import annotations
@@ -22,25 +22,30 @@ from deployments import deterministic
 
 NOWHERE = Path("/nonexistent")  # there is no model
 CHUNK_BYTES = 64 << 20  # a shard's budget: a million tokens of 64 bytes
+SCALED_CHUNK_BYTES = 4 << 20  # where shards are to come with the users: some 125 users of 20 facts fill one
 
 
 @contextmanager
-def serving(console: Console, shards: int) -> Iterator[str]:
-    """The address of such a server, which is stopped at the end. Raises `StartupError`."""
+def serving(console: Console, shards: int, max_shards: int | None = None) -> Iterator[str]:
+    """The address of such a server, which is stopped at the end. `max_shards`: as many as its users' memories fill.
+    Raises `StartupError`."""
     state_dir, port = Path(tempfile.mkdtemp(prefix="memshard-load-")), server.free_port()
-    command = (sys.executable, "-m", "benchmarks.deterministic_server", str(port), str(shards), str(state_dir))
+    arguments = (str(port), str(shards), str(max_shards or shards), str(state_dir))
+    command = (sys.executable, "-m", "benchmarks.deterministic_server", *arguments)
     with server.started(console, command, port, state_dir, Settings.from_environment()) as address:
         yield address
 
 
-def main(port: int, shards: int, state_dir: Path) -> None:
+def main(port: int, shards: int, max_shards: int, state_dir: Path) -> None:
     """Serves until SIGTERM."""
+    scales = max_shards > shards
     settings = Settings.from_environment(
         port=port,
         shards=shards,
+        max_shards=max_shards if scales else None,
         state_dir=state_dir,
         served_model_name=deterministic.NAME,
-        chunk_device_bytes=CHUNK_BYTES,
+        chunk_device_bytes=SCALED_CHUNK_BYTES if scales else CHUNK_BYTES,
         max_model_len=deterministic.MAX_MODEL_LEN,
     )
     from cluster.app import build
@@ -68,4 +73,4 @@ def main(port: int, shards: int, state_dir: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Annotated
@@ -19,6 +20,7 @@ ARMS = ("inject", "prompt", "off")
 KINDS = ("chat", "add", "update", "delete")
 DEFAULT_MIX = "chat=0.8,add=0.12,update=0.04,delete=0.04"
 QUICK_S = 10.0
+REPORT_WIDTH = 120  # where nothing tells how wide a line may be
 
 
 @app.callback(invoke_without_command=True)
@@ -27,6 +29,12 @@ def load(
     deterministic: Annotated[
         int | None,
         typer.Option(min=1, help="Start so many shards with the deterministic engine, without a model."),
+    ] = None,
+    max_shards: Annotated[
+        int | None, typer.Option(min=1, help="With --deterministic: more shards, up to so many, as memory fills.")
+    ] = None,
+    kill_every: Annotated[
+        float | None, typer.Option(min=1, help="Seconds after which a shard of a server of its own is killed, again.")
     ] = None,
     people: Annotated[int, typer.Option(min=1, help="Users with a memory of their own.")] = 50,
     facts: Annotated[int, typer.Option(min=1, help="Facts of each before it begins.")] = 20,
@@ -57,17 +65,21 @@ def load(
         raise MemshardError("--compare has phases of a closed loop; leave out --csv, --plot and --rate")
     if url is not None and deterministic is not None:
         raise MemshardError("--url names a server that runs; leave out --deterministic")
+    if url is not None and kill_every is not None:
+        raise MemshardError("--kill-every kills processes of a server that was started here; leave out --url")
+    if max_shards is not None and (deterministic is None or max_shards < deterministic):
+        raise MemshardError("--max-shards goes with --deterministic, and is not below it")
     check_targets(json, csv, plot)
     shares, modes = _mix(mix), _arms(arms)
     from benchmarks import load_compare, load_report, load_run
     from benchmarks.load_plan import LoadPlan
     from benchmarks.results import Report
 
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else REPORT_WIDTH)
     if quick:
         people, facts, duration, ramp = min(people, 10), min(facts, 10), min(duration, QUICK_S), min(ramp, 1.0)
     try:
-        with processes.interruptible(), _server(console, url, deterministic) as address:
+        with processes.interruptible(), _server(console, url, deterministic, max_shards) as address:
             plan = LoadPlan(
                 url=address,
                 people=people,
@@ -86,6 +98,7 @@ def load(
                 deadline_s=deadline,
                 seed=seed,
                 page_port=page,
+                kill_every_s=kill_every,
             )
             with console.status("Beginning") as spinner:
 
@@ -114,13 +127,15 @@ def load(
         raise MemshardError("Answers were wrong or facts were lost; see the table")
 
 
-def _server(console: Console, url: str | None, deterministic: int | None) -> AbstractContextManager[str]:
+def _server(
+    console: Console, url: str | None, deterministic: int | None, max_shards: int | None
+) -> AbstractContextManager[str]:
     if url is not None:
         return nullcontext(url.rstrip("/"))
     if deterministic is not None:
         from benchmarks.deterministic_server import serving as serving_deterministic
 
-        return serving_deterministic(console, deterministic)
+        return serving_deterministic(console, deterministic, max_shards)
     from benchmarks.server import serving
 
     return serving(console)

@@ -27,3 +27,4 @@ class LoadPlan:
     deadline_s: float = 60.0
     seed: int = 0
     page_port: int | None = None
+    kill_every_s: float | None = None  # a shard of a server that was started here

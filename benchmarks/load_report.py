@@ -50,6 +50,8 @@ def rows(result: LoadResult) -> Iterator[Row]:
         "answered_per_s": result.per_second(result.requests),
         "not_sent": result.not_sent,
         "wrong": sum(result.wrong.values()),
+        "shards_killed": len(result.kills),
+        "most_shards": max((len(status["shards"]) for _, status in result.statuses), default=0),
         **({} if (share := right_shard_share(result)) is None else {"right_shard_share": share}),
     }
 
@@ -60,6 +62,7 @@ def report(result: LoadResult) -> dict[str, Any]:
         "plan": asdict(result.plan),
         "errors": errors(result),
         "wrong": dict(result.wrong),
+        "shards_killed_at_s": result.kills,
         "shards_over_time": [{"at_s": at, **_shards(status)} for at, status in result.statuses],
     }
 
@@ -114,6 +117,9 @@ def what_went_wrong(results: Sequence[LoadResult]) -> Table:
     failed: Counter[str] = Counter()
     for result in results:
         failed.update(errors(result))
+    if kills := sum(len(result.kills) for result in results):
+        counts = [len(status["shards"]) for result in results for _, status in result.statuses]
+        found.add_row("shards killed", f"{kills}, of {min(counts)} to {max(counts)}")
     for what, count in (*last.wrong.items(), *failed.items()):
         found.add_row(f"  {what}", str(count))
     if not_sent := sum(result.not_sent for result in results):
@@ -178,6 +184,8 @@ def plot(path: Path, result: LoadResult) -> None:
     below.set(xlabel="s", ylim=(0, None))
     for axes in (above, middle, below):
         axes.grid(alpha=0.3)
+        for killed_at in result.kills:
+            axes.axvline(killed_at, color="tab:red", lw=0.6)
         if axes.get_legend_handles_labels()[0]:
             axes.legend()
     try:

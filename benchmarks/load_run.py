@@ -17,7 +17,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 os.environ["LOCUST_SKIP_MONKEY_PATCH"] = "1"  # the client is gevent's own; nothing else here needs the patches
@@ -32,12 +32,12 @@ from benchmarks.load_client import Failed, LoadClient, check_reachable
 from benchmarks.load_people import Person, Population, settle
 from benchmarks.load_plan import LoadPlan
 from benchmarks.load_requests import Request, Requests
+from benchmarks.load_watch import kill, look, watch
 from deployments import deterministic
 from sharding.errors import MemshardError
 
 POPULATE_AT_ONCE = 16
 POPULATE_FACTS = 50  # a call
-STATUS_EVERY_S = 2.0
 SETTLE_S = 120.0
 MAX_IN_FLIGHT = 4_000  # of the open loop
 
@@ -59,6 +59,7 @@ class LoadResult:
     began: float
     seconds: float
     checked_people: int = 0
+    kills: list[float] = field(default_factory=list)  # seconds from `began`
 
     @property
     def exact(self) -> bool:
@@ -123,7 +124,10 @@ def _phase(plan: LoadPlan, requests: Requests, went_on: Callable[[float], None])
     requests.tells = environment.events.request.fire
     runner = environment.create_local_runner()
     statuses: list[tuple[float, dict[str, Any]]] = []
-    watching = gevent.spawn(_watch, requests.client, statuses)
+    kills: list[float] = []
+    beside = [gevent.spawn(watch, requests.client, statuses)]
+    if plan.kill_every_s is not None:
+        beside.append(gevent.spawn(kill, plan.kill_every_s, random.Random(f"kills-{plan.seed}"), kills))
     began = time.perf_counter()
     runner.start(1 if plan.rate else plan.users, plan.users / plan.ramp_s if plan.ramp_s else plan.users)
     try:
@@ -136,13 +140,15 @@ def _phase(plan: LoadPlan, requests: Requests, went_on: Callable[[float], None])
         requests.stopping = True
         runner.stop()
         requests.running.join(plan.deadline_s)
-        watching.kill()
-        _look(requests.client, statuses)
+        gevent.killall(beside)
+        look(requests.client, statuses)
         runner.quit()
     began += plan.ramp_s
     done = [request for request in requests.done if request.at + request.seconds >= began]
     seen = [(at - began, status) for at, status in statuses]
-    return LoadResult(plan, requests.model, done, seen, requests.wrong, requests.not_sent, began, ended - began)
+    killed = [at - began for at in kills]
+    figures = (requests.wrong, requests.not_sent, began, ended - began)
+    return LoadResult(plan, requests.model, done, seen, *figures, kills=killed)
 
 
 @contextmanager
@@ -272,14 +278,3 @@ def _settle(requests: Requests, person: Person) -> None:
 def _forget(client: LoadClient, person: Person) -> None:
     with suppress(Failed):  # nobody else meets them: each run has users of its own
         client.forget(person.user)
-
-
-def _watch(client: LoadClient, statuses: list[tuple[float, dict[str, Any]]]) -> None:
-    while True:
-        _look(client, statuses)
-        gevent.sleep(STATUS_EVERY_S)
-
-
-def _look(client: LoadClient, statuses: list[tuple[float, dict[str, Any]]]) -> None:
-    with suppress(Failed):  # a gap is seen in the report
-        statuses.append((time.perf_counter(), client.status()))

@@ -16,10 +16,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
+import psutil
 from rich.console import Console
 
 from cluster import models, processes
@@ -29,6 +30,9 @@ from sharding.errors import StartupError
 COMMAND = Path(sys.executable).with_name("memshard")
 STOP_MARGIN_S = 30.0  # beside the server's own deadline for running requests
 DEFAULTS = {"SHARDS": "1", "THREADS_PER_SHARD": "1", "PREFILL_NEAREST": "0"}
+SHARD = "ServeReplica:memshard:Shard"
+"""What a shard's process calls itself."""
+
 OURS = ("REDIS_URL", "NAMESPACE", "STATE_DIR", "HOST", "PORT")
 
 
@@ -108,6 +112,16 @@ def _environment(given: Mapping[str, str], settings: Settings, model_path: Path,
         f"{PREFIX}MODEL": str(model_path),
         f"{PREFIX}SERVED_MODEL_NAME": models.model_name(settings),
     }
+
+
+def shard_processes() -> list[psutil.Process]:
+    """The shards of the servers that were started here, by age."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            if SHARD in " ".join(process.cmdline()) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return sorted(found, key=lambda process: process.create_time())
 
 
 def free_port() -> int:
