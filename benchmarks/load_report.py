@@ -53,6 +53,7 @@ def rows(result: LoadResult) -> Iterator[Row]:
         "shards_killed": len(result.kills),
         "most_shards": max((len(status["shards"]) for _, status in result.statuses), default=0),
         **({} if (share := right_shard_share(result)) is None else {"right_shard_share": share}),
+        **shard_counts(result),
     }
 
 
@@ -86,6 +87,21 @@ def right_shard_share(result: LoadResult) -> float | None:
     return answered / (answered + refused) if answered else None
 
 
+def shard_counts(result: LoadResult) -> dict[str, int]:
+    """What shards counted from the first look at them to the last: users moved, and chunks that chats asked for by the
+    tier in which they were. What a shard counted after the last look before it was lost is missing."""
+    first = {shard["shard"]: shard["counters"] for shard in result.statuses[0][1]["shards"]} if result.statuses else {}
+    last: dict[str, dict[str, int]] = {}
+    for _, status in result.statuses:
+        last |= {shard["shard"]: shard.get("counters", {}) for shard in status["shards"]}
+    counted: Counter[str] = Counter()
+    for shard, counters in last.items():
+        for name, count in counters.items():
+            if name == "moved_users" or name.startswith("found_"):
+                counted[name] += count - first.get(shard, {}).get(name, 0)
+    return dict(sorted(counted.items()))
+
+
 def tables(result: LoadResult) -> Iterator[Table]:
     """What a person reads: times by kind, then what went wrong."""
     told = "deterministic engine, no model: every word checked" if result.exact else result.model
@@ -103,6 +119,11 @@ def tables(result: LoadResult) -> Iterator[Table]:
             times = (milliseconds(row, name) for name in ("ttft", "between_pieces", "total"))
             drawn.add_row(name, str(row["n"]), str(row["errors"]), f"{row['answered_per_s']:.1f}", *times)
     yield drawn
+    if counts := shard_counts(result):
+        beside = Table(title="What the shards counted", show_header=False)
+        for name, count in counts.items():
+            beside.add_row(name.replace("found_", "chunks found: ").replace("_", " "), str(count))
+        yield beside
     yield what_went_wrong([result])
 
 

@@ -141,6 +141,18 @@ def test_a_report_has_every_kind_and_arm_in_json_csv_and_a_plot(closed: LoadResu
     assert "no model" in console.export_text()
 
 
+def test_what_shards_count_is_told_of_those_too_that_came_or_were_lost(closed: LoadResult) -> None:
+    def status(**counts: int) -> dict[str, Any]:
+        return {"shards": [{"shard": id_, "counters": {"found_device": n, "other": 9}} for id_, n in counts.items()]}
+
+    statuses = [(0.0, status(old=5, lost=1)), (2.0, status(old=7, lost=4, new=2)), (4.0, status(old=9, new=3))]
+    result = replace(closed, statuses=statuses, kills=[3.0])
+    assert load_report.shard_counts(result) == {"found_device": 4 + 3 + 3}
+    console = Console(record=True, width=200)
+    console.print(*load_report.tables(result))
+    assert "1, of 2 to 3" in console.export_text()
+
+
 def test_where_nobody_listens_it_says_so() -> None:
     with pytest.raises(MemshardError, match="No Memshard answers"):
         run(LoadPlan("http://127.0.0.1:9", 1, 1, MIX, ("off",)), lambda _: None)
