@@ -241,13 +241,16 @@ def freshness(
 def every(
     target: Annotated[Path, typer.Option("--html", dir_okay=False, help="Where the page goes.")] = Path("bench.html"),
     full: Annotated[bool, typer.Option("--full", help="At full length: hours, not minutes.")] = False,
+    only: Annotated[list[str] | None, typer.Option(help="A benchmark's name; may be repeated. By default all.")] = None,
 ) -> None:
     """Every benchmark, short, and one HTML page with their tables and plots."""
     check_targets(target, None)
-    from benchmarks import page
+    from benchmarks import load, page, simulate
 
     console = Console()
-    outcomes = page.run_all(app, "all", console, quick=not full)
+    outcomes = page.run_all(
+        app, "all", console, quick=not full, only=only, beside={"load": load.app, "simulate": simulate.app}
+    )
     page.write(outcomes, target)
     console.print(f"Written to {target}", highlight=False)
     if failed := [outcome.name for outcome in outcomes if outcome.status != 0]:

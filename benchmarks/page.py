@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,22 +48,39 @@ class Outcome:
     took_s: float
 
 
-def run_all(app: typer.Typer, itself: str, console: Console, quick: bool) -> list[Outcome]:
-    """Every command of `app` that writes its rows as JSON, but `itself`."""
-    group = typer.main.get_group(app)
+def run_all(
+    app: typer.Typer,
+    itself: str,
+    console: Console,
+    quick: bool,
+    only: Sequence[str] | None = None,
+    beside: Mapping[str, typer.Typer] | None = None,
+) -> list[Outcome]:
+    """Every command of `app` (`memshard bench`) that writes its rows as JSON, but `itself`, and those that are
+    `memshard`'s own, `beside` it; or those of them that `only` names. Raises `MemshardError` where there is none of a
+    name."""
+    own = {name: typer.main.get_command(command) for name, command in (beside or {}).items()}
+    commands = {**typer.main.get_group(app).commands, **own}
+    options = {
+        name: {option for parameter in command.params for option in parameter.opts}
+        for name, command in sorted(commands.items())
+    }
+    names = [name for name, given in options.items() if name != itself and "--json" in given]
+    if unknown := set(only or ()) - set(names):
+        raise MemshardError(f"--only names {', '.join(sorted(unknown))}; there are {', '.join(names)}")
     outcomes = []
-    for name, command in sorted(group.commands.items()):
-        options = {option for parameter in command.params for option in parameter.opts}
-        if name != itself and "--json" in options:
-            console.print(f"==> memshard bench {name}", highlight=False)
-            outcomes.append(_run(name, (command.help or "").strip(), options, quick))
+    for name in only or names:
+        command = ("memshard", name) if name in own else ("memshard", "bench", name)
+        console.print(f"==> {' '.join(command)}", highlight=False)
+        help_ = commands[name].callback.__doc__ if name in own else commands[name].help
+        outcomes.append(_run(command[1:], (help_ or "").strip(), options[name], quick))
     return outcomes
 
 
-def _run(name: str, help_: str, options: set[str], quick: bool) -> Outcome:
+def _run(arguments: Sequence[str], help_: str, options: set[str], quick: bool) -> Outcome:
     with tempfile.TemporaryDirectory() as directory:
         rows, plot = Path(directory) / "rows.json", Path(directory) / "plot.png"
-        command = [str(Path(sys.executable).with_name("memshard")), "bench", name, "--json", str(rows)]
+        command = [str(Path(sys.executable).with_name("memshard")), *arguments, "--json", str(rows)]
         command += ["--quick"] if quick and "--quick" in options else []
         command += ["--plot", str(plot)] if "--plot" in options else []
         began = time.monotonic()
@@ -73,7 +90,7 @@ def _run(name: str, help_: str, options: set[str], quick: bool) -> Outcome:
         except subprocess.TimeoutExpired:
             output, status = f"It was not done within {TIMEOUT_S:.0f} s.", 1
         return Outcome(
-            name,
+            arguments[-1],
             help_,
             json.loads(rows.read_text())["rows"] if rows.exists() else [],
             plot.read_bytes() if plot.exists() else None,

@@ -10,13 +10,13 @@ import pytest
 import typer
 from rich.console import Console
 
-from benchmarks import page
+from benchmarks import load, page
 from benchmarks.cli import app
 from sharding.errors import MemshardError
 
 MEMSHARD = """#!/usr/bin/env python3
 import json, pathlib, sys
-name, options = sys.argv[2], sys.argv[3:]
+name, options = (sys.argv[2], sys.argv[3:]) if sys.argv[1] == "bench" else (sys.argv[1], sys.argv[2:])
 if name == "broken":
     sys.exit("no <model> here")
 rows = [{"facts": 5, "ms": 1.23456}, {"facts": 10, "quick": "--quick" in options}]
@@ -52,6 +52,16 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> typer.Typer:
         """Measures nothing."""
 
     return commands
+
+
+def test_only_those_that_are_named_are_run(commands: typer.Typer) -> None:
+    beside = {"load": load.app}
+    found = page.run_all(commands, "all", Console(quiet=True), quick=True, only=["plotted", "load"], beside=beside)
+    assert [outcome.name for outcome in found] == ["plotted", "load"]
+    assert found[1].help.startswith("Load a server")
+    assert found[1].plot == b"a picture"
+    with pytest.raises(MemshardError, match="--only names other; there are broken, plotted"):
+        page.run_all(commands, "all", Console(quiet=True), quick=True, only=["other"])
 
 
 def test_every_benchmark_has_its_table_its_plot_and_what_it_said(commands: typer.Typer, tmp_path: Path) -> None:
