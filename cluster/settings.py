@@ -150,8 +150,9 @@ class Settings(BaseSettings):
     api_key: str | None = None
     """The key that this machine's own commands (`memshard status`, `demo`) show to the server."""
     encryption_key: SecretStr | None = None
-    """Secret that texts, metadata, embeddings and turns are encrypted with in Redis, 32 bytes in base64 (`memshard keys
-    secret` makes one); None keeps them as they are. A store goes on with the secret that it began with."""
+    """Secret that texts, metadata, embeddings and turns are encrypted with in Redis, and chunks in files, 32 bytes in
+    base64 (`memshard keys secret` makes one); None keeps them as they are. A store goes on with the secret that it
+    began with; chunks in files of another one are encoded again."""
     encryption_key_file: Path | None = None
     """File that holds that secret, instead."""
     tenant_requests_per_minute: Count | None = None

@@ -11,7 +11,7 @@ import logging
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,8 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
     """`kv_cache_bytes` is vLLM's paged cache (None: vLLM's own default); `chunk_budget_bytes` what each worker may hold
-    in chunks on its device, `host_budget_bytes` beside it. `max_model_len` None means the model's own."""
+    in chunks on its device, `host_budget_bytes` beside it. `max_model_len` None means the model's own. `file_key`: what
+    chunks' files are sealed with, 32 bytes; it is no part of what vLLM is configured with, which vLLM logs."""
 
     model: Path
     chunk_budget_bytes: int
@@ -57,6 +58,7 @@ class EngineSettings:
     dtype: str = "auto"
     prefix_caching: bool = True
     kv_cache_dtype: str = "auto"
+    file_key: bytes | None = field(default=None, repr=False)
     metrics: bool = False  # vLLM's own, in this process' Prometheus registry; one engine a process then
 
 
@@ -126,7 +128,9 @@ class MemoryEngine:
         except Exception as error:
             raise StartupError(f"vLLM did not start with the model {settings.model}: {error}") from error
         try:
-            ranks: list[dict[str, Any]] = await llm.collective_rpc("memshard_prepare", timeout=RPC_TIMEOUT_S)
+            ranks: list[dict[str, Any]] = await llm.collective_rpc(
+                "memshard_prepare", timeout=RPC_TIMEOUT_S, args=(settings.file_key,)
+            )
         except Exception as error:  # vLLM reports a worker's exception as one of its own, with the reason in its text
             llm.shutdown()
             raise StartupError(f"The model {settings.model} could not be examined: {error}") from error
@@ -136,9 +140,13 @@ class MemoryEngine:
                 llm.shutdown()
                 raise StartupError(f"The model {settings.model} cannot be served from memory: {refusal}.")
             return cls(llm, "", 0, refusal)
-        digest = hashlib.blake2b("".join(rank["digest"] for rank in ranks).encode(), digest_size=16).hexdigest()
+        # With the key in it, what another one sealed (or none) is another model's to whoever looks for files.
+        state = hashlib.blake2b(
+            "".join(rank["digest"] for rank in ranks).encode(), digest_size=16, key=settings.file_key or b""
+        )
         devices = tuple(rank["device"] for rank in ranks)
-        return cls(llm, digest, sum(rank["token_bytes"] for rank in ranks), None, len(ranks), devices)
+        token_bytes = sum(rank["token_bytes"] for rank in ranks)
+        return cls(llm, state.hexdigest(), token_bytes, None, len(ranks), devices)
 
     @staticmethod
     def sampling(

@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import TextIO
 
 from connector.chunk import ChunkId
-from connector.chunk_file import HEADER_BYTES, Damaged, owner_of
+from connector.chunk_file import HEADER_BYTES, ChunkFormat, Damaged
 from connector.eviction import Evicted
 from connector.files import Entry, LocalFiles, name_of, open_files, owner_key
 from connector.ledger import ChunkLedger
@@ -44,6 +44,7 @@ class FileTier:
         ranks: int,
         digest: str,
         lock: TextIO | None = None,
+        key: bytes | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = name
@@ -52,6 +53,7 @@ class FileTier:
         self._lock = lock
         self.ledger = ChunkLedger(budget_bytes, token_bytes, clock, chunk_bytes=ranks * HEADER_BYTES)
         self.files = open_files(url)
+        self._format = ChunkFormat(key)
         self._ranks = ranks
         self._digest = digest
         self._clock = clock
@@ -141,7 +143,7 @@ class FileTier:
                 name = name_of(self._digest, key, id_, rank)
                 header, payload = bytearray(HEADER_BYTES), memoryview(bytearray(size))
                 other.files.read(name, header, payload)
-                self.files.write(name, [bytes(header), payload])
+                self.files.write(name, [payload], lambda: bytes(header))  # noqa: B023  # called here
 
         try:
             await asyncio.to_thread(copy)
@@ -186,7 +188,7 @@ class FileTier:
         for key, some in ids.items():
             for id_ in some:
                 try:
-                    owner = owner_of(self.files.peek_header(name_of(self._digest, key, id_, 0)))
+                    owner = self._format.owner_of(self.files.peek_header(name_of(self._digest, key, id_, 0)))
                 except (Damaged, OSError):
                     continue
                 if owner_key(owner) == key:

@@ -17,7 +17,7 @@ import itertools
 import os
 import shutil
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TextIO
@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, Protocol, TextIO
 import fsspec
 
 from connector.chunk import ChunkId
-from connector.chunk_file import HEADER_BYTES, Damaged
+from connector.chunk_file import HEADER_BYTES, Damaged, Pieces
 
 TEMPORARY = ".tmp-"
 ID_DIGITS = 32
@@ -59,8 +59,9 @@ def name_of(digest: str, key: str, id_: ChunkId, rank: int) -> str:
 class Files(Protocol):
     """What tiers need of a file system. Names are relative to its root."""
 
-    def write(self, name: str, parts: Sequence[bytes | memoryview]) -> None:
-        """The parts as one file, durable under its name when this returns."""
+    def write(self, name: str, payload: Pieces, header: Callable[[], bytes]) -> None:
+        """A file of `HEADER_BYTES` and the payload, durable under its name when this returns. The header is asked for
+        when the payload has gone by."""
 
     def read(self, name: str, header: bytearray, payload: memoryview) -> None:
         """Fills both from the file's start. Raises `Damaged` for one of another length, FileNotFoundError."""
@@ -100,14 +101,17 @@ class LocalFiles:
             return directory, lock
         raise AssertionError("numbers end")
 
-    def write(self, name: str, parts: Sequence[bytes | memoryview]) -> None:
+    def write(self, name: str, payload: Pieces, header: Callable[[], bytes]) -> None:
         path = self.root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f"{TEMPORARY}{uuid.uuid4().hex}")
         try:
             with temporary.open("xb", buffering=0) as file:
-                for part in parts:
+                file.seek(HEADER_BYTES)
+                for part in payload:
                     _write_all(file.fileno(), memoryview(part))
+                file.seek(0)
+                _write_all(file.fileno(), memoryview(header()))
                 os.fsync(file.fileno())
             temporary.rename(path)
         except BaseException:
@@ -173,8 +177,10 @@ class RemoteFiles:
         self._fs, root = fsspec.core.url_to_fs(url)
         self._root = str(root).rstrip("/")
 
-    def write(self, name: str, parts: Sequence[bytes | memoryview]) -> None:
+    def write(self, name: str, payload: Pieces, header: Callable[[], bytes]) -> None:
         path = f"{self._root}/{name}"
+        parts = [b"", *payload]
+        parts[0] = header()
         self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
         self._fs.pipe_file(path, b"".join(parts))
 

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from connector.chunk import Chunk, ChunkId
-from connector.chunk_file import HEADER_BYTES, Damaged, Label, header_of, position_of
+from connector.chunk_file import HEADER_BYTES, ChunkFormat, Damaged, Label
 from connector.files import name_of, open_files, owner_key
 from connector.line_jobs import LineJobs
 from connector.moves import DEVICE, HOST, Copied, Move, Outcome
@@ -42,12 +42,13 @@ class _Job:
 
 
 class TierJobs:
-    """The moves of one worker, which is `rank` of its engine's."""
+    """The moves of one worker, which is `rank` of its engine's. `format` is how it writes files, and takes them."""
 
     def __init__(self, device: ChunkStore, host: ChunkStore, rank: int) -> None:
         self._stores = {DEVICE: device, HOST: host}
         self.device = device.device
         self.rank = rank
+        self.format = ChunkFormat()
         self._jobs: dict[str, _Job] = {}
         self._reader = ThreadPoolExecutor(1, "memshard-read")
         self._writer = ThreadPoolExecutor(1, "memshard-write")
@@ -157,14 +158,14 @@ class TierJobs:
     def _store(self, root: str, label: Label, chunk: Chunk) -> Copied:
         payload = memoryview(_bytes(chunk.kv.cpu()))
         name = name_of(label.digest, owner_key(label.owner), label.id, label.rank)
-        open_once(root).write(name, [header_of(label, chunk.position, payload), payload])
+        open_once(root).write(name, *self.format.writing(label, chunk.position, payload))
         return Outcome.DONE, chunk.position
 
     def _load(self, root: str, label: Label, room: torch.Tensor) -> Copied:
         staged = room if self._stream is None else torch.empty(room.shape, dtype=room.dtype, pin_memory=True)
         header, payload = bytearray(HEADER_BYTES), memoryview(_bytes(staged))
         open_once(root).read(name_of(label.digest, owner_key(label.owner), label.id, label.rank), header, payload)
-        position = position_of(header, payload, label)
+        position = self.format.position_of(header, payload, label)
         if staged is not room:
             room.copy_(staged, non_blocking=True)
         return Outcome.DONE, position

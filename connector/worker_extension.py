@@ -13,6 +13,7 @@ from vllm import _custom_ops as ops
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.utils.network_utils import get_ip
 
+from connector.chunk_file import ChunkFormat
 from connector.line import Door, dial
 from connector.memory_connector import MemoryConnector
 from connector.moves import Move
@@ -27,14 +28,17 @@ class MemoryWorkerExtension:
 
     model_runner: Any
 
-    def memshard_prepare(self) -> dict[str, Any]:
-        """Proves the model. Returns `refusal` (a reason, or None) and, if there is none, the rank's `token_bytes`, the
-        name of its `device`, and a `digest` of its weights' shapes, dtype, rotation and a sample of their values."""
+    def memshard_prepare(self, file_key: bytes | None = None) -> dict[str, Any]:
+        """Proves the model, and takes the key that files are sealed with. Returns `refusal` (a reason, or None) and,
+        if there is none, the rank's `token_bytes`, the name of its `device`, and a `digest` of its weights' shapes,
+        dtype, rotation and a sample of their values."""
         worker = _worker_side()
         model = self.model_runner.get_model()
         worker.prove(model, rotate_by_op)
         if worker.refusal is not None or worker.store is None or not worker.rotations:
             return {"refusal": worker.refusal or "its caches were never registered"}
+        if worker.tiers is not None:
+            worker.tiers.format = ChunkFormat(file_key)
         digest = hashlib.blake2b(digest_size=16)
         digest.update(repr(worker.store.shape).encode())
         for rotation in worker.rotations:

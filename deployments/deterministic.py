@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from connector.chunk import CaptureRange, ChunkId
-from connector.chunk_file import HEADER_BYTES, Damaged, Label, header_of, position_of
+from connector.chunk_file import HEADER_BYTES, ChunkFormat, Damaged, Label, Pieces
 from connector.files import name_of, open_files, owner_key
 from connector.memory_counts import Reason
 from connector.moves import DEVICE, HOST, PEER, Move, Outcome
@@ -42,6 +42,7 @@ from sharding.errors import EngineFailed
 from sharding.facts import FactStore
 from sharding.ids import ShardId
 from sharding.lease import Lease
+from sharding.sealing import Seal
 from sharding.user_memory import UserTable
 
 NAME = "deterministic-no-model"
@@ -53,7 +54,6 @@ TOKEN_BYTES = 64  # what a chunk's token is taken to need
 class DeterministicEngine:
     """Chunks are the tokens that they stand for. `step_s` is what a prefill and each token of an answer take."""
 
-    model_digest = NAME
     ranks = 1
     devices: tuple[str, ...] = ("cpu",)
 
@@ -64,7 +64,9 @@ class DeterministicEngine:
         max_model_len: int = MAX_MODEL_LEN,
         token_bytes: int = TOKEN_BYTES,
         step_s: float = 0.0,
+        file_key: bytes | None = None,
     ) -> None:
+        self.model_digest = hashlib.blake2b(NAME.encode(), digest_size=16, key=file_key or b"").hexdigest()
         self.refusal: str | None = None
         self.max_model_len = max_model_len
         self.token_bytes = token_bytes
@@ -80,6 +82,7 @@ class DeterministicEngine:
         self.lines = SocketLines()
         self._budget_tokens = chunk_budget_bytes // token_bytes
         self._step_s = step_s
+        self._format = ChunkFormat(file_key)
 
     @staticmethod
     def sampling(
@@ -160,7 +163,11 @@ class DeterministicEngine:
         """What is sent of a chunk."""
         if (memory := {DEVICE: self.chunks, HOST: self.host}.get(move.source)) is not None:
             held = memory.get(id_)
-            return None if held is None else b"".join(self._file(move, id_, held))
+            if held is None:
+                return None
+            pieces, head = self._file(move, id_, held)
+            data = b"".join(pieces)
+            return head() + data
         header, payload = bytearray(HEADER_BYTES), bytearray(tokens * self.token_bytes)
         try:
             name = name_of(move.digest, owner_key(move.owner), id_, 0)
@@ -169,10 +176,10 @@ class DeterministicEngine:
             return None
         return bytes(header + payload)
 
-    def _file(self, move: Move, id_: ChunkId, held: tuple[int, ...]) -> list[bytes | memoryview]:
+    def _file(self, move: Move, id_: ChunkId, held: tuple[int, ...]) -> tuple[Pieces, Callable[[], bytes]]:
         payload = bytearray(np.array(held, np.int64).tobytes().ljust(len(held) * self.token_bytes, b"\0"))
         label = Label(move.digest, 0, move.owner, id_, len(held))
-        return [header_of(label, 0, memoryview(payload)), memoryview(payload)]
+        return self._format.writing(label, 0, memoryview(payload))
 
     def _move(self, move: Move, id_: ChunkId, tokens: int, frame: bytes | None = None) -> Outcome:
         memory = {DEVICE: self.chunks, HOST: self.host}
@@ -188,14 +195,14 @@ class DeterministicEngine:
                     open_files(move.source).read(name, header, memoryview(payload))
                 else:
                     header, payload = bytearray(frame[:HEADER_BYTES]), bytearray(frame[HEADER_BYTES:])
-                position_of(header, memoryview(payload), label)
+                self._format.position_of(header, memoryview(payload), label)
                 held = tuple(np.frombuffer(payload, np.int64)[:tokens].tolist())
             if (target := memory.get(move.target)) is not None:
                 target[id_] = held
                 if source is not None:
                     del source[id_]
                 return Outcome.DONE
-            open_files(move.target).write(name, self._file(move, id_, held))
+            open_files(move.target).write(name, *self._file(move, id_, held))
         except FileNotFoundError:
             return Outcome.MISSING
         except Damaged:
@@ -311,7 +318,10 @@ async def open_shard(
 ) -> Shard:
     """Takes the place of `deployments.shard_start.open_shard`; `settings` name models that are not looked at."""
     engine: Engine = DeterministicEngine(
-        settings.chunk_device_bytes, max_model_len=settings.max_model_len or MAX_MODEL_LEN, step_s=step_s
+        settings.chunk_device_bytes,
+        max_model_len=settings.max_model_len or MAX_MODEL_LEN,
+        step_s=step_s,
+        file_key=Seal(settings.encryption_key).file_key,
     )
     embedder = WordEmbedder()
     table = UserTable(

@@ -68,7 +68,7 @@ class ShardSettings:
     chunk_load_deadline_s: float = 0.5
     move_nccl: bool = False  # between GPUs
     drain_s: float = 5.0  # how long a shard that stops moves users to others
-    encryption_key: str | None = field(default=None, repr=False)  # for what people said, in Redis; see sealing.py
+    encryption_key: str | None = field(default=None, repr=False)  # for what people said; see sealing.py
     user_bytes: int | None = None  # of one user's facts; None is no limit
     tenant_bytes: int | None = None  # of all facts of a tenant
     prefill_nearest: int | None = 0  # injected facts that are prefilled all the same; None: as the canary finds best

@@ -24,6 +24,7 @@ from sharding.directory import Directory
 from sharding.errors import StartupError
 from sharding.facts import FactStore
 from sharding.rebuilding import RebuildPolicy
+from sharding.sealing import Seal
 from sharding.user_memory import UserTable
 
 
@@ -83,7 +84,8 @@ def _tiers(settings: ShardSettings, engine: Engine) -> Tiers:
     if engine.refusal is not None:  # there will be no chunks
         return Tiers(engine, device)
     host = ChunkLedger(settings.chunk_host_bytes, engine.token_bytes)
-    opened = partial(FileTier, token_bytes=engine.token_bytes, ranks=engine.ranks, digest=engine.model_digest)
+    key = Seal(settings.encryption_key).file_key
+    opened = partial(FileTier, token_bytes=engine.token_bytes, ranks=engine.ranks, digest=engine.model_digest, key=key)
     files: list[FileTier] = []
     try:
         if settings.chunk_disk_dir is not None and settings.chunk_disk_bytes:

@@ -19,6 +19,7 @@ from sharding.directory import Directory
 from sharding.facts import FactStore
 from sharding.ids import ShardId
 from sharding.lease import Lease
+from sharding.sealing import Seal
 from sharding.user_memory import UserTable
 
 
@@ -40,6 +41,7 @@ async def open_shard(
                 max_model_len=settings.max_model_len,
                 kv_cache_bytes=settings.kv_cache_bytes,
                 tensor_parallel=max(1, settings.gpus),
+                file_key=Seal(settings.encryption_key).file_key,
                 metrics=True,
                 eager=not torch.cuda.is_available(),
             )

@@ -1,10 +1,12 @@
-"""Encryption of what people said, where it leaves the process for Redis: AES-256-GCM with a random nonce.
+"""Encryption of what people said, where it leaves the process: AES-256-GCM. Into Redis, with a random nonce:
 
     sealed = version (1 byte) | nonce (12) | ciphertext and tag        bound to what it belongs to (`about`)
 
 Text, role, scopes, metadata and dates of a fact are sealed together; embeddings, turns and feedback each on their own.
 What Lua has to read stays open: ids, versions, times, and the hash by which a user's facts are told apart, which is
 keyed with the same secret, so that nobody can guess texts from it. Who has how many facts, since when, is not hidden.
+
+Chunks' files are sealed with a key that follows from the same secret (`connector/chunk_file.py`).
 
 Without a secret everything is kept as it is. A store that was written with another secret, or with none, is refused
 where it is read, with a sentence that says so.
@@ -39,6 +41,7 @@ class Seal:
         """`secret`: 32 bytes in base64. Raises `StartupError`."""
         self._cipher: AESGCM | None = None
         self._hash_key = b""
+        self.file_key: bytes | None = None  # for chunks' files
         if secret is None:
             return
         try:
@@ -49,6 +52,7 @@ class Seal:
             raise StartupError(f"The encryption key has {len(key)} bytes and needs {SECRET_BYTES}")
         self._cipher = AESGCM(hmac.digest(key, b"memshard: seal", "sha256"))
         self._hash_key = hmac.digest(key, b"memshard: text hash", "sha256")
+        self.file_key = hmac.digest(key, b"memshard: chunk files", "sha256")
 
     @property
     def on(self) -> bool:

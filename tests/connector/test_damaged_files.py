@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tier_home import DIGEST, TierHome, an_id
 
-from connector.chunk_file import HEADER_BYTES, Damaged, Label, header_of, position_of
+from connector.chunk_file import HEADER_BYTES, PIECE_BYTES, ChunkFormat, Damaged, Label
 from connector.file_tier import ILL_S
 from connector.files import Entry, LocalFiles, RemoteFiles, name_of, open_files, owner_key
 from sharding.errors import Unavailable
@@ -22,13 +22,29 @@ from sharding.errors import Unavailable
 ALICE = an_id("alice", 0)
 LABEL = Label(DIGEST, 1, "alice", ALICE, 3)
 PAYLOAD = bytes(range(48))
-HEADER = header_of(LABEL, 17, memoryview(PAYLOAD))
+KEY, ANOTHER = bytes(range(32)), bytes(32)
+FORMATS = {"clear": ChunkFormat(), "sealed": ChunkFormat(KEY)}
 
 
-@pytest.fixture
-async def home(tmp_path: Path) -> AsyncIterator[TierHome]:
+def written(format: ChunkFormat, label: Label = LABEL, payload: bytes = PAYLOAD) -> bytes:
+    pieces, header = format.writing(label, 17, memoryview(payload))
+    data = b"".join(pieces)
+    return header() + data
+
+
+FILES = {name: written(format) for name, format in FORMATS.items()}
+
+
+def read(format: ChunkFormat, data: bytes | bytearray, label: Label = LABEL) -> tuple[int, bytes]:
+    payload = bytearray(data[HEADER_BYTES:])
+    position = format.position_of(data[:HEADER_BYTES], memoryview(payload), label)
+    return position, bytes(payload)
+
+
+@pytest.fixture(params=[None, KEY], ids=FORMATS)
+async def home(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[TierHome]:
     """Alice's and Bob's first chunks are on disk only."""
-    home = TierHome(tmp_path, device=1, host=0, disk=9, ranks=2)
+    home = TierHome(tmp_path, device=1, host=0, disk=9, ranks=2, key=request.param)
     for owner in ("alice", "bob", "carol"):
         await home.encode(owner, 0)
         await home.tiers.writer.written()
@@ -42,17 +58,49 @@ async def home(tmp_path: Path) -> AsyncIterator[TierHome]:
 # -- the format -------------------------------------------------------------------------------------------------------
 
 
-def test_a_file_tells_the_position_to_who_looks_for_its_chunk() -> None:
-    assert len(HEADER) == HEADER_BYTES
-    assert position_of(HEADER, memoryview(PAYLOAD), LABEL) == 17
+@pytest.mark.parametrize("payload", [PAYLOAD, bytes(2 * PIECE_BYTES), bytes(PIECE_BYTES + 1)], ids=len)
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_file_tells_position_and_payload_to_who_looks_for_its_chunk(form: str, payload: bytes) -> None:
+    data = written(FORMATS[form], payload=payload)
+    assert len(data) == HEADER_BYTES + len(payload)
+    assert read(FORMATS[form], data) == (17, payload)
+    assert FORMATS[form].owner_of(data[:HEADER_BYTES]) == "alice"
 
 
-@given(st.integers(0, 8 * (HEADER_BYTES + len(PAYLOAD)) - 1))
-def test_one_bit_flipped_anywhere_is_noticed(bit: int) -> None:
-    data = bytearray(HEADER + PAYLOAD)
+@pytest.mark.parametrize("form", FORMATS)
+@given(bit=st.integers(0, 8 * (HEADER_BYTES + len(PAYLOAD)) - 1))
+def test_one_bit_flipped_anywhere_is_noticed(form: str, bit: int) -> None:
+    data = bytearray(FILES[form])
     data[bit // 8] ^= 1 << bit % 8
     with pytest.raises(Damaged):
-        position_of(data[:HEADER_BYTES], memoryview(data)[HEADER_BYTES:], LABEL)
+        read(FORMATS[form], data)
+
+
+@pytest.mark.parametrize(
+    ("form", "reader"),
+    [("clear", ChunkFormat(KEY)), ("sealed", ChunkFormat()), ("sealed", ChunkFormat(ANOTHER))],
+    ids=["in the clear while there is a key", "sealed while there is none", "sealed with another"],
+)
+def test_a_file_that_was_not_written_with_the_readers_key_is_not_taken(form: str, reader: ChunkFormat) -> None:
+    with pytest.raises(Damaged, match="encrypted"):
+        read(reader, FILES[form])
+    with pytest.raises(Damaged, match="encrypted"):
+        reader.owner_of(FILES[form][:HEADER_BYTES])
+
+
+def test_a_sealed_file_tells_nothing_and_no_two_are_alike() -> None:
+    secret = Label(DIGEST, 0, "alice in wonderland", ALICE, 3)
+    one, two = (written(ChunkFormat(KEY), secret, b"A" * 4096) for _ in range(2))
+    assert not any(word in one for word in (b"alice", b"wonderland", ALICE.encode(), DIGEST.encode(), b"AAAA"))
+    assert one[8:] != two[8:]
+    assert not set(blocks(one[HEADER_BYTES:])) & set(blocks(two[HEADER_BYTES:]))
+    parts = one[:HEADER_BYTES] + two[HEADER_BYTES:]
+    with pytest.raises(Damaged, match="sealed"):
+        read(ChunkFormat(KEY), parts, secret)
+
+
+def blocks(data: bytes) -> list[bytes]:
+    return [data[at : at + 16] for at in range(0, len(data), 16)]
 
 
 @pytest.mark.parametrize(
@@ -66,15 +114,17 @@ def test_one_bit_flipped_anywhere_is_noticed(bit: int) -> None:
     ],
     ids=["model", "rank", "user", "chunk", "length"],
 )
-def test_a_whole_file_of_something_else_is_not_taken(label: Label) -> None:
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_whole_file_of_something_else_is_not_taken(form: str, label: Label) -> None:
     with pytest.raises(Damaged, match="another chunk's"):
-        position_of(HEADER, memoryview(PAYLOAD), label)
+        read(FORMATS[form], FILES[form], label)
 
 
 @pytest.mark.parametrize("owner", ["", "\ud800", "{}", "a" * 256, "\U0001f600" * 256])
-def test_any_user_id_has_a_file(owner: str) -> None:
+@pytest.mark.parametrize("form", FORMATS)
+def test_any_user_id_has_a_file(form: str, owner: str) -> None:
     label = Label(DIGEST, 0, owner, ALICE, 3)
-    assert position_of(header_of(label, 2, memoryview(PAYLOAD)), memoryview(PAYLOAD), label) == 2
+    assert read(FORMATS[form], written(FORMATS[form], label), label) == (17, PAYLOAD)
 
 
 # -- what a reader makes of it ----------------------------------------------------------------------------------------
@@ -112,6 +162,19 @@ def _put_the_other_ranks_there(path: Path, home: TierHome) -> None:
     shutil.copy(home.files_of("alice", ALICE)[1], path)
 
 
+def _seal_it_or_write_it_in_the_clear(path: Path, home: TierHome) -> None:
+    is_clear = path.read_bytes()[:8] == FILES["clear"][:8]
+    _write_as(FORMATS["sealed" if is_clear else "clear"], path)
+
+
+def _write_it_with_another_key(path: Path, home: TierHome) -> None:
+    _write_as(ChunkFormat(ANOTHER), path)
+
+
+def _write_as(format: ChunkFormat, path: Path) -> None:
+    path.write_bytes(written(format, Label(DIGEST, 0, "alice", ALICE, 3), bytes(path.stat().st_size - HEADER_BYTES)))
+
+
 def _lose(path: Path, home: TierHome) -> None:
     path.unlink()
 
@@ -133,6 +196,8 @@ def _flip(path: Path, at: int) -> None:
         _leave_half_written,
         _put_bobs_there,
         _put_the_other_ranks_there,
+        _seal_it_or_write_it_in_the_clear,
+        _write_it_with_another_key,
         _lose,
     ],
 )
@@ -192,6 +257,9 @@ async def test_a_deletion_is_not_confirmed_while_its_file_cannot_be_removed_and_
 # -- file systems -----------------------------------------------------------------------------------------------------
 
 
+HEADER = FILES["clear"][:HEADER_BYTES]
+
+
 @pytest.mark.parametrize("kind", ["local", "remote"])
 def test_a_file_system_keeps_lists_and_removes(kind: str, tmp_path: Path) -> None:
     url = str(tmp_path) if kind == "local" else f"memory://test-{tmp_path.name}"
@@ -201,7 +269,7 @@ def test_a_file_system_keeps_lists_and_removes(kind: str, tmp_path: Path) -> Non
     names = [name_of(DIGEST, key, ALICE, rank) for key, rank in ((alice, 0), (alice, 1), (bob, 0))]
     assert list(files.entries(DIGEST, alice)) == []
     for name in names:
-        files.write(name, [HEADER, memoryview(PAYLOAD)])
+        files.write(name, [memoryview(PAYLOAD)], lambda: HEADER)
     header, payload = bytearray(HEADER_BYTES), bytearray(len(PAYLOAD))
     files.read(names[1], header, memoryview(payload))
     assert (bytes(header), bytes(payload)) == (HEADER, PAYLOAD)

@@ -1,17 +1,21 @@
 """The real engine with room for a few chunks: what comes back from the host or a file answers as if it had never left.
 
-float32: the very same bytes are composed, so answers are equal, not near.
+float32: the very same bytes are composed, so answers are equal, not near. Files are sealed here; in the clear they are
+with every other engine.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from connector.chunk import ChunkId, memory_salt
+from connector.chunk_file import HEADER_BYTES, ChunkFormat, Damaged
 from connector.engine import EngineSettings, MemoryEngine
 from connector.file_tier import FileTier
 from connector.files import LocalFiles
@@ -26,6 +30,7 @@ FACTS = 6
 FACT_TOKENS = 40
 FACT_BYTES = FACT_TOKENS * 2048
 TAIL = tokens_of(99, 21)
+KEY = bytes(range(200, 232))
 
 
 @pytest.fixture(
@@ -42,6 +47,7 @@ async def engine(tiny_llama: Path, request: pytest.FixtureRequest) -> AsyncItera
                 max_model_len=512,
                 dtype="float32",
                 tensor_parallel=request.param,
+                file_key=KEY,
             )
         )
     yield engine
@@ -50,7 +56,7 @@ async def engine(tiny_llama: Path, request: pytest.FixtureRequest) -> AsyncItera
 
 class Home:
     def __init__(self, engine: MemoryEngine, root: Path, host: int) -> None:
-        about = {"token_bytes": engine.token_bytes, "ranks": engine.ranks, "digest": engine.model_digest}
+        about = {"token_bytes": engine.token_bytes, "ranks": engine.ranks, "digest": engine.model_digest, "key": KEY}
         directory, lock = LocalFiles.take(root)
         self.disk = FileTier("disk", str(directory), 1 << 30, lock=lock, **about)
         self.engine = engine
@@ -124,4 +130,27 @@ async def test_damaged_files_answer_as_text(engine: MemoryEngine, tmp_path: Path
     got = await answer(engine, plan)
     assert got.fallback is not None
     assert got.differs_from(await text(engine, plan.token_ids, "as text")) < NOISE
+    home.tiers.close()
+
+
+async def test_the_workers_seal_what_they_write_and_nobody_is_told_the_key(
+    engine: MemoryEngine, tmp_path: Path
+) -> None:
+    home = Home(engine, tmp_path, 0)
+    await home.encode("erin", 4000)
+    await home.tiers.writer.written()
+    files = [path for path in tmp_path.rglob("*") if path.name.endswith((".0", ".1"))]  # noqa: ASYNC240
+    assert len(files) == FACTS * engine.ranks
+    for path in files:
+        data = path.read_bytes()
+        assert ChunkFormat(KEY).owner_of(data[:HEADER_BYTES]) == "erin"
+        assert b"erin" not in data
+        with pytest.raises(Damaged, match="encrypted"):
+            ChunkFormat().owner_of(data[:HEADER_BYTES])
+    shown = f"{engine.llm.vllm_config} {EngineSettings(tmp_path, 1, file_key=KEY)}"
+    for process in psutil.Process().children(recursive=True):
+        shown += f"{process.cmdline()} {process.environ()}"
+    assert not any(told in shown for told in (KEY.hex(), repr(KEY)[2:-1], base64.b64encode(KEY).decode()))
+    await home.tiers.remove(home.tiers.strike(home.tiers.ids_of("erin")))
+    assert not any(path.exists() for path in files)
     home.tiers.close()

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from connector.chunk import Chunk, ChunkId, KVShape, chunk_id
-from connector.chunk_file import HEADER_BYTES
+from connector.chunk_file import HEADER_BYTES, ChunkFormat
 from connector.file_tier import FileTier
 from connector.files import LocalFiles, name_of, owner_key
 from connector.ledger import ChunkLedger
@@ -27,10 +27,12 @@ class Workers:
 
     model_digest = DIGEST
 
-    def __init__(self, device_bytes: int, host_bytes: int, ranks: int) -> None:
+    def __init__(self, device_bytes: int, host_bytes: int, ranks: int, key: bytes | None = None) -> None:
         cpu = torch.device("cpu")
         self.stores = [(ChunkStore(SHAPE, cpu, device_bytes), ChunkStore(SHAPE, cpu, host_bytes)) for _ in range(ranks)]
         self.jobs = [TierJobs(device, host, rank) for rank, (device, host) in enumerate(self.stores)]
+        for jobs in self.jobs:
+            jobs.format = ChunkFormat(key)
         self.gate = asyncio.Event()
         self.gate.set()
         self.moves: list[Move] = []
@@ -75,12 +77,13 @@ class TierHome:
         shared: int = 0,
         shared_url: str | None = None,
         ranks: int = 1,
+        key: bytes | None = None,
     ) -> None:
         self.ranks = ranks
         chunk = self.TOKENS * SHAPE.token_bytes
         self.file_bytes = ranks * (chunk + HEADER_BYTES)
-        self.workers = Workers(device * chunk, host * chunk, ranks)
-        about = {"token_bytes": ranks * SHAPE.token_bytes, "ranks": ranks, "digest": DIGEST}
+        self.workers = Workers(device * chunk, host * chunk, ranks, key)
+        about = {"token_bytes": ranks * SHAPE.token_bytes, "ranks": ranks, "digest": DIGEST, "key": key}
         self.now = 0.0
         files: list[FileTier] = []
         if disk:

@@ -9,12 +9,13 @@ import pytest
 from redis.asyncio import Redis
 from tiered_shard import TieredShard, chunk_files, tiered_shard
 
-from connector.chunk_file import HEADER_BYTES, owner_of
+from connector.chunk_file import CLEAR, HEADER_BYTES, ChunkFormat
 from connector.memory_counts import Reason
 from deployments.deterministic import DeterministicEngine, mark
 from deployments.memory_calls import ForgetCall
 from sharding.ids import Placement, ShardId, UserId
 from sharding.placement import ShardReport
+from sharding.sealing import new_secret
 
 NAMES = ("Anna", "Berta", "Clara", "Dora", "Emma", "Frida", "Greta", "Hanna")
 FACTS = [f"boat {n} is called {name}" for n, name in enumerate(NAMES)]
@@ -99,6 +100,33 @@ async def test_what_another_shard_deleted_meanwhile_is_neither_read_nor_kept(
         assert len(chunk_files(tmp_path / "disk")) == len(FACTS) - 1
 
 
+async def test_with_an_encryption_key_no_file_is_readable_without_it_and_older_ones_are_removed(
+    redis: Redis, url: str, tmp_path: Path
+) -> None:
+    one, another = new_secret(), new_secret()
+    shared = {"chunk_shared_url": str(tmp_path / "shared"), "chunk_shared_bytes": 1 << 30}
+    before: set[Path] = set()
+    encoded: list[int] = []
+    for turn, secret in enumerate((None, one, another, None, one)):
+        user = UserId(f"alice-{secret}")
+        async with tiered_shard(f"shard-{turn}", redis, url, tmp_path, encryption_key=secret, **shared) as home:
+            alice = await home.owns(user, await home.directory.lookup(user))
+            before_facts = home.shard.engine.counters["encode_prefilled_tokens"]
+            await home.told(alice, *FACTS)
+            encoded.append(home.shard.engine.counters["encode_prefilled_tokens"] - before_facts)
+            read, finished = await home.asked(alice, QUESTION)
+            assert sorted(read) == sorted(map(mark, FACTS))
+            assert finished.memory.injected_tokens >= finished.memory.memory_tokens > 0
+        local = set(chunk_files(tmp_path / "disk"))
+        assert len(local) == len(FACTS) or turn > 2, "what is on the shared path need not be here, too"
+        assert not local & before, "those of another key are gone"
+        before = local
+        for data in (path.read_bytes() for path in local):
+            assert data.startswith(CLEAR) == (user.encode() in data) == (secret is None)
+    assert all(encoded[:3])
+    assert encoded[3:] == [0, 0], "the shared path still has what the same key had written"
+
+
 async def test_a_damaged_file_is_served_as_text_and_encoded_again(redis: Redis, url: str, tmp_path: Path) -> None:
     async with tiered_shard("a", redis, url, tmp_path) as home:
         alice = await home.owns("alice")
@@ -173,7 +201,7 @@ async def test_files_of_users_whom_another_shard_owns_or_who_have_no_facts_are_s
         stays = await home.owns("stays", placed["stays"])
         await home.asked(stays, QUESTION)
         await home.shard.janitor(home.me, home.directory).sweep()
-        left = {owner_of(path.read_bytes()[:HEADER_BYTES]) for path in chunk_files(tmp_path / "disk")}
+        left = {ChunkFormat().owner_of(path.read_bytes()[:HEADER_BYTES]) for path in chunk_files(tmp_path / "disk")}
         assert left == {"stays", "waits"}
 
 

@@ -21,6 +21,7 @@ from sharding.facts import FactStore
 from sharding.ids import FactId, Placement, ShardId, UserId
 from sharding.keys import KeySpace
 from sharding.lease import Lease
+from sharding.sealing import Seal
 
 KEYS = KeySpace("test", NAME)
 DEVICE_TOKENS = 120  # of them, a fact takes about ten
@@ -86,7 +87,9 @@ async def tiered_shard(me: str, redis: Redis, url: str, folder: Path, **more: An
     lease = Lease(60.0, 60.0)
     lease.acknowledged(time.monotonic())
     directory = Directory(redis, KEYS)
-    shard = await open_shard(settings, ShardId(me), directory, FactStore(redis, KEYS), lease)
+    shard = await open_shard(
+        settings, ShardId(me), directory, FactStore(redis, KEYS, Seal(settings.encryption_key)), lease
+    )
     try:
         yield TieredShard(me, shard, directory)
         shard.tiers.check_integrity()
