@@ -66,6 +66,9 @@ class Placed:
     async def lookup(self, user: UserId) -> Placement | None:
         return self._placement
 
+    async def remembers(self, user: UserId) -> bool:
+        return True
+
     async def claim(self, user: UserId, shard: ShardId, expected: Placement | None) -> Placement:
         return self._placement
 

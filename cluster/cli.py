@@ -21,7 +21,10 @@ from cluster.settings import Settings
 from sharding.errors import MemshardError
 
 COMMANDS = "memshard.commands"
-OWN = [EntryPoint("keys", "cluster.keys:app", COMMANDS)]
+OWN = [
+    EntryPoint("keys", "cluster.keys:app", COMMANDS),
+    EntryPoint("tenants", "cluster.tenants:app", COMMANDS),
+]
 """Groups of our own that are imported when named, too."""
 
 FAILED = 1

@@ -14,16 +14,16 @@ TIMEOUT_S = 120.0
 
 
 @contextmanager
-def gateway(url: str) -> Iterator[httpx.Client]:
-    """A client of the gateway at `url`.
+def gateway(url: str, key: str | None = None, timeout_s: float | None = TIMEOUT_S) -> Iterator[httpx.Client]:
+    """A client of the gateway at `url`, with the settings' API key or another one.
 
     Raises:
         Unavailable: nothing answers there, or not in time.
         MemshardError: it answered with an error (its own sentence is passed on).
     """
-    key = Settings.from_environment().api_key
+    key = key or Settings.from_environment().api_key
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    with httpx.Client(base_url=url, timeout=TIMEOUT_S, trust_env=False, headers=headers) as client:
+    with httpx.Client(base_url=url, timeout=timeout_s, trust_env=False, headers=headers) as client:
         try:
             yield client
         except httpx.HTTPStatusError as failure:

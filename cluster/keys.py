@@ -7,7 +7,6 @@ started for as long as this takes.
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Annotated, TypeVar
@@ -22,11 +21,10 @@ from sharding.api_keys import KeyStore, Role
 from sharding.client import connect
 from sharding.errors import InvalidRequest, NotFound, StartupError
 from sharding.keys import KeySpace
+from sharding.scopes import TENANT
 from sharding.sealing import new_secret
 
 T = TypeVar("T")
-
-TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 app = typer.Typer(help="API keys: who may call, for which tenant.", no_args_is_help=True)
 
@@ -42,7 +40,7 @@ def create(
     """Make a key and print it, once: only its hash is kept."""
     if not TENANT.fullmatch(tenant):
         raise InvalidRequest("A tenant's name has 1 to 64 of the characters a-z, A-Z, 0-9, '.', '_' and '-'")
-    key, known = _with_store(lambda store: store.create(tenant, role, label))
+    key, known = with_key_store(lambda store: store.create(tenant, role, label))
     Console(stderr=True).print(f"Key {known.id} of the role {known.role} for the tenant {known.tenant}:", markup=False)
     Console().print(key, soft_wrap=True, markup=False, highlight=False)
 
@@ -51,7 +49,7 @@ def create(
 def list_keys() -> None:
     """Show every key's id, tenant, role, label and age; not the keys, which nobody has."""
     table = Table("id", "tenant", "role", "label", "created")
-    for key in _with_store(lambda store: store.list()):
+    for key in with_key_store(lambda store: store.list()):
         table.add_row(key.id, key.tenant, key.role, key.label, key.created_at)
     Console().print(table)
 
@@ -59,7 +57,7 @@ def list_keys() -> None:
 @app.command()
 def revoke(id: Annotated[str, typer.Argument(help="The key's id, as `list` shows it.")]) -> None:
     """Take a key back; running gateways know within seconds."""
-    if not _with_store(lambda store: store.revoke(id)):
+    if not with_key_store(lambda store: store.revoke(id)):
         raise NotFound(f"There is no key with the id {id}; `memshard keys list` shows them")
     Console().print(f"Key {id} is revoked", markup=False)
 
@@ -75,7 +73,7 @@ def any_key(redis_url: str, namespace: str) -> bool:
     return bool(_ask(redis_url, namespace, lambda store: store.list()))
 
 
-def _with_store(use: Callable[[KeyStore], Awaitable[T]]) -> T:
+def with_key_store(use: Callable[[KeyStore], Awaitable[T]]) -> T:
     settings = Settings.from_environment()
     with _redis(settings) as url:
         return _ask(url, settings.namespace, use)

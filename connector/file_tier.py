@@ -171,11 +171,25 @@ class FileTier:
             except BaseException as error:
                 self._doomed.update(due)
                 if isinstance(error, OSError):
-                    self.failed(error)
-                    raise Unavailable(
-                        f"The files of the {self.name} tier could not be removed; try again when it is back."
-                    ) from error
+                    raise self._not_removed(error) from error
                 raise
+
+    async def purge(self, owner: str) -> None:
+        """Removes every file of a user but the chunks that the ledger has: those of other models and keys, what a shard
+        that had lost the user wrote after all, and beside an exclusive tier what lies in directories that no shard
+        holds. Raises `Unavailable` where that failed: they may be there."""
+        key = owner_key(owner)
+        keep = set(self.ledger.ids_of(key))
+        try:
+            await asyncio.to_thread(self.files.purge, self._digest, key, keep)
+            if self.exclusive and isinstance(self.files, LocalFiles):
+                await asyncio.to_thread(_purge_abandoned, self.files, key)
+        except OSError as error:
+            raise self._not_removed(error) from error
+
+    def _not_removed(self, error: OSError) -> Unavailable:
+        self.failed(error)
+        return Unavailable(f"The files of the {self.name} tier could not be removed; try again when it is back.")
 
     async def owners(self) -> dict[str, str]:
         """Whose files are here: user ids by owner key, read from the files themselves."""
@@ -208,3 +222,8 @@ class FileTier:
     def _is_whole(self, sizes: dict[int, int]) -> bool:
         tokens, over = divmod(sum(sizes.values()) - self.ledger.chunk_bytes, self.ledger.token_bytes)
         return sizes.keys() == set(range(self._ranks)) and tokens > 0 and over == 0
+
+
+def _purge_abandoned(files: LocalFiles, key: str) -> None:
+    for abandoned in files.abandoned():
+        abandoned.purge("", key, ())

@@ -16,8 +16,9 @@ import hashlib
 import itertools
 import os
 import shutil
+import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TextIO
@@ -28,6 +29,9 @@ from connector.chunk import ChunkId
 from connector.chunk_file import HEADER_BYTES, Damaged, Pieces
 
 TEMPORARY = ".tmp-"
+TEMPORARY_S = 60.0
+"""How old a temporary file is that nobody writes to any more."""
+
 ID_DIGITS = 32
 
 
@@ -77,6 +81,9 @@ class Files(Protocol):
 
     def touch(self, digest: str, key: str) -> None:
         """The user's files were used."""
+
+    def purge(self, digest: str, key: str, keep: Collection[ChunkId]) -> None:
+        """Removes all of a user, also what other models left, but for the chunks of `keep` under `digest`."""
 
 
 class LocalFiles:
@@ -156,6 +163,25 @@ class LocalFiles:
         with suppress(FileNotFoundError):
             os.utime(self.root / directory_of(digest, key))
 
+    def purge(self, digest: str, key: str, keep: Collection[ChunkId]) -> None:
+        for user in self.root.glob(f"*/{key[:2]}/{key}"):
+            if not keep or user.parent.parent.name != digest:
+                _remove_tree(user)
+                continue
+            for file in user.iterdir():
+                part = _part(file.name)
+                if (part is None and _age_s(file) > TEMPORARY_S) or (part is not None and part[0] not in keep):
+                    file.unlink(missing_ok=True)
+
+    def abandoned(self) -> Iterator[LocalFiles]:
+        """The directories beside this one that no living process holds (see `take`); each is held while it is out."""
+        for directory in self.root.parent.iterdir():
+            if directory == self.root or not directory.name.isdecimal():
+                continue
+            with (directory / "lock").open("w") as lock, suppress(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                yield LocalFiles(directory)
+
     def sweep(self, digest: str) -> None:
         """Removes what a process left half-written when it ended, empty directories, and every other model's files: for
         a directory that is one shard's alone, before it is used."""
@@ -216,6 +242,22 @@ class RemoteFiles:
     def touch(self, digest: str, key: str) -> None:
         """Object stores know no directories: after a restart their users count as equally old."""
 
+    def purge(self, digest: str, key: str, keep: Collection[ChunkId]) -> None:
+        self._fs.invalidate_cache()
+        try:
+            models = [str(path).rstrip("/").rpartition("/")[2] for path in self._fs.ls(self._root, detail=False)]
+        except FileNotFoundError:
+            return
+        for model in models:
+            try:
+                found = self._fs.find(f"{self._root}/{directory_of(model, key)}")
+            except FileNotFoundError:
+                continue
+            for path in map(str, found):
+                part = _part(path.rpartition("/")[2])
+                if model != digest or part is None or part[0] not in keep:
+                    self._fs.rm_file(path)
+
 
 def open_files(url: str) -> Files:
     """The file system behind a path or URL. Raises ValueError or ImportError for one that fsspec cannot open."""
@@ -228,6 +270,22 @@ def _part(name: str) -> tuple[ChunkId, int] | None:
     if len(id_) == ID_DIGITS and rank.isdecimal() and set(id_) <= set("0123456789abcdef"):
         return ChunkId(id_), int(rank)
     return None
+
+
+def _remove_tree(directory: Path) -> None:
+    for _ in range(3):  # others may remove it, too, or write to it for a last time
+        with suppress(FileNotFoundError):
+            shutil.rmtree(directory)
+        if not directory.exists():
+            return
+    raise OSError(f"{directory} could not be removed")
+
+
+def _age_s(file: Path) -> float:
+    try:
+        return time.time() - file.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 def _write_all(descriptor: int, part: memoryview) -> None:

@@ -269,6 +269,13 @@ class Tiers:
         for tier in self.files:
             await tier.remove()
 
+    async def purge(self, owner: str, *, shared: bool = True) -> None:
+        """After `remove`: no file of an owner is anywhere that this shard can reach, but those of chunks that stand;
+        `shared`: also where others see it. Raises `Unavailable`."""
+        for tier in self.files:
+            if shared or tier.exclusive:
+                await tier.purge(owner)
+
     async def open(self) -> None:
         """Finds what earlier shards left in files that are this one's now."""
         for tier in self.files:

@@ -1,5 +1,6 @@
 """POST /v1/admin/moves and /v1/admin/drains: an operator moves users between living shards.
-POST /v1/admin/rebuilds: what corrections left stale of a user's memory is encoded anew."""
+POST /v1/admin/rebuilds: what corrections left stale of a user's memory is encoded anew.
+DELETE /v1/admin/tenants: all of a tenant is deleted."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from pydantic import BaseModel
 
+from deployments.api_docs import both_forms
 from deployments.bodies import as_user_id, parse_body
 from deployments.callers import caller_of
 from deployments.memory_calls import ListCall, MoveCall, MoveReport, RebuildCall, Rebuilt
@@ -17,6 +19,7 @@ from deployments.owner_calls import OwnerCalls
 from deployments.owners import Owners
 from deployments.settings import GatewaySettings
 from deployments.shard_client import Shards
+from deployments.tenants import Tenants
 from sharding.errors import NotFound
 from sharding.ids import Placement, ShardId
 from sharding.move import End
@@ -42,7 +45,18 @@ class RebuildRequest(BaseModel):
     user_id: str
 
 
-def admin_routes(shards: Shards, calls: OwnerCalls, owners: Owners, settings: GatewaySettings) -> APIRouter:
+class TenantDeleted(BaseModel):
+    """What there was of a tenant: `users` with memories, `memories`, API `keys`."""
+
+    message: str
+    users: int
+    memories: int
+    keys: int
+
+
+def admin_routes(
+    shards: Shards, calls: OwnerCalls, owners: Owners, tenants: Tenants, settings: GatewaySettings
+) -> APIRouter:
     """The routes."""
     routes = APIRouter(prefix="/v1/admin")
 
@@ -80,6 +94,12 @@ def admin_routes(shards: Shards, calls: OwnerCalls, owners: Owners, settings: Ga
 
         done = await calls.call(user, hop)
         return {**asdict(done), "share": done.share}
+
+    @both_forms(routes, "DELETE", "/tenants/{tenant}")
+    async def delete_tenant(tenant: str, request: Request) -> TenantDeleted:
+        """Its users' memories, wherever they are, its keys and its counts; answered when they are gone."""
+        gone = await tenants.forget(caller_of(request), tenant)
+        return TenantDeleted(message="The tenant was deleted.", **asdict(gone))
 
     return routes
 

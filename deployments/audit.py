@@ -22,3 +22,8 @@ def audit(caller: Caller, action: str, owner: UserId, ids: Sequence[str]) -> Non
     kind, name = entity_of(owner)
     line = {"action": action, "tenant": caller.tenant, "key": caller.key_id, kind: name, "ids": list(ids)}
     log.info(json.dumps(line, ensure_ascii=False))
+
+
+def audit_tenant(caller: Caller, action: str, tenant: str) -> None:
+    """Notes what `caller` has done to all of a tenant."""
+    log.info(json.dumps({"action": action, "tenant": tenant, "key": caller.key_id}))

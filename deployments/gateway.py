@@ -47,6 +47,7 @@ from deployments.owner_calls import OwnerCalls
 from deployments.owners import Owners, PlacementDirectory, Policy
 from deployments.settings import GatewaySettings
 from deployments.shard_client import ShardClient, Shards
+from deployments.tenants import Tenants
 from deployments.unattended import Unattended
 from sharding.api_keys import KnowsKeys
 from sharding.directory import PlacementCache
@@ -98,6 +99,7 @@ class Gateway:
         self.api_keys = stores.api_keys
         self.limits = Limits(stores.minutes, settings)
         self.memories = Memories(shards, self.calls, stores.names, self.limits, stores.unattended)
+        self.tenants = Tenants(self.memories, stores.names, stores.api_keys)
         self.metrics = Metrics(shards, self.owners, stores.pages, me, settings)
 
 
@@ -113,7 +115,7 @@ def create_app(gateway: Gateway, stamps_request_id: bool = True) -> FastAPI:
     app.include_router(platform_routes(gateway.memories, settings))
     app.include_router(oss_routes(gateway.memories, settings))
     app.include_router(memory_routes(gateway.memories, settings))
-    app.include_router(admin_routes(gateway.shards, gateway.calls, gateway.owners, settings))
+    app.include_router(admin_routes(gateway.shards, gateway.calls, gateway.owners, gateway.tenants, settings))
     app.include_router(health_routes(gateway.shards, gateway.owners, settings))
     app.include_router(metrics_routes(gateway.metrics))
     install_openapi(app, BODIES)

@@ -1,10 +1,14 @@
-"""Files of users who are not this shard's any more, found and removed.
+"""What is here of users who are not this shard's any more, found and removed.
 
 A user who leaves a living shard takes the chunks along, or they are dropped (`resident.py::Residents.left`). This is
 about what a shard finds on the disk it took over: users whom another shard owns by now, and users who have no facts any
 more, because those were deleted while nobody had this disk. They could not be served, their facts' ids are asked for by
 nobody; they must not lie around either. Users without a living owner keep their files: this shard may be asked to take
 them.
+
+And it is about who is in a shard's memory when its lease has run out: others may own them since, and delete what they
+said. A shard that Redis and a gateway can reach is asked before a deletion is answered (`owner_calls.py::OwnerCalls.
+forgetting`); one that nobody could reach does it here, as soon as it reaches Redis again.
 """
 
 from __future__ import annotations
@@ -22,6 +26,8 @@ from sharding.ids import ShardId, UserId
 from sharding.user_memory import UserTable
 
 SWEEP_S = 300.0
+LOOK_S = 2.0
+"""How often it is looked whether the lease ran out."""
 
 log = logging.getLogger(__name__)
 
@@ -39,15 +45,35 @@ class Janitor:
         self._directory = directory
         self._store = store
         self._with_facts: set[str] = set()  # owner keys; asked once
+        self._term = table.lease.term
 
     async def run(self) -> None:
-        """Sweeps now and every `SWEEP_S` seconds, until it is cancelled."""
+        """Sweeps now, every `SWEEP_S` seconds, and after each lapse of the lease, until it is cancelled."""
+        now = asyncio.get_running_loop().time
+        due = 0.0
         while True:
             try:
-                await self.sweep()
+                if self._table.lease.valid():
+                    await self.leave_strangers()
+                if now() >= due:
+                    due = now() + SWEEP_S
+                    await self.sweep()
             except MemshardError as error:
-                log.warning("Files of users who left are removed later: %s", error)
-            await asyncio.sleep(SWEEP_S)
+                log.warning("What is here of users who left is removed later: %s", error)
+            await asyncio.sleep(LOOK_S)
+
+    async def leave_strangers(self) -> None:
+        """Where the lease ran out meanwhile: forgets whoever became another shard's. Raises `Unavailable`,
+        `EngineFailed`."""
+        term = self._table.lease.term
+        if term == self._term:
+            return
+        for memory in self._table.memories():
+            user = memory.placement.user
+            if await self._directory.lookup(user) != memory.placement:
+                self._table.drop(memory.placement)
+                await self._residents.left(user)
+        self._term = term
 
     async def sweep(self) -> None:
         """Removes the files of users who are another living shard's, or have no facts. Raises `Unavailable`,

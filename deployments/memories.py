@@ -40,7 +40,7 @@ from deployments.memory_calls import (
     SearchCall,
     UpdateCall,
 )
-from deployments.owner_calls import OwnerCalls
+from deployments.owner_calls import Hop, OwnerCalls
 from deployments.shard_client import Shards
 from deployments.unattended import Unattended
 from sharding.errors import InvalidRequest, MemshardError, NotFound
@@ -175,7 +175,7 @@ class Memories:
         call_id = uuid.uuid4().hex
         for candidate in await self._candidates(caller, id, owner):
             try:
-                hop = self._hop(lambda p: DeleteCall(call_id, p, FactId(id)))
+                hop = self._calls.forgetting(self._hop(lambda p: DeleteCall(call_id, p, FactId(id))))
                 await self._calls.delete(candidate, hop)
                 audit(caller, "delete", candidate, [id])
                 return
@@ -185,9 +185,19 @@ class Memories:
 
     async def forget_owner(self, caller: Caller, owner: UserId) -> int:
         """Deletes all of an owner. Raises `NotFound` for one whom nothing was ever stored for."""
-        count = await self._ask(owner, ForgetCall)
+        count: int = await self._calls.call(owner, self._forgetting(None))
         audit(caller, "forget", owner, [])
         return count
+
+    async def forget_known_owner(self, caller: Caller, owner: UserId) -> int:
+        """The same for one of whom Redis may have nothing but a name."""
+        with suppress(NotFound):
+            return await self.forget_owner(caller, owner)
+        return 0
+
+    def _forgetting(self, only: Filter | None) -> Hop[int]:
+        id = uuid.uuid4().hex
+        return self._calls.forgetting(self._hop(lambda p: ForgetCall(id, p, only)))
 
     async def forget(self, caller: Caller, filters: Filter) -> int:
         """Deletes what matches; how many there were. Raises `InvalidRequest` where it could be everybody's."""
@@ -197,12 +207,12 @@ class Memories:
         all_of: set[UserId] = set()
         if isinstance(filters, Compare) and concerned is not None:
             all_of = {caller.owner(entity) for entity in concerned}
-        counts = [0]
+        count = 0
         for owner in await self._owners(caller, filters):
-            only = None if owner in all_of else filters
-            counts += await self._each([owner], lambda id, p, only=only: ForgetCall(id, p, only))  # type: ignore[misc]
-            audit(caller, "forget", owner, [])
-        return sum(counts)
+            with suppress(NotFound):
+                count += await self._calls.call(owner, self._forgetting(None if owner in all_of else filters))
+                audit(caller, "forget", owner, [])
+        return count
 
     async def forget_entity(self, caller: Caller, entity: Entity) -> int:
         """Deletes what was told under an entity. Raises `NotFound` where nothing was."""

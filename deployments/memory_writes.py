@@ -143,10 +143,11 @@ class MemoryWrites:
         async with self._users.use(call.placement) as memory, memory.write_lock:
             if call.filters is not None:
                 return await self._remove(memory, [f.id for f in memory.facts if matches(call.filters, f)])
-            gone = list(memory.facts)
+            gone: list[Fact | Turn] = [*memory.facts, *(await self._turns(memory))]
             count = await self._store.delete_all(call.placement)
             memory.clear()
             await self._residents.changed(memory)
+            await self._residents.purge(memory)
             await self._quotas.deleted(memory)
             await self._unregister(memory, gone)
             return count
@@ -168,16 +169,24 @@ class MemoryWrites:
         for id in ids:
             memory.remove(id)
         await self._residents.changed(memory)
+        await self._residents.purge(memory)
         await self._quotas.deleted(memory)
         await self._unregister(memory, gone)
         return count
 
-    async def _unregister(self, memory: UserMemory, gone: Sequence[Fact]) -> None:
-        owner = memory.placement.user
-        left = scopes_of(memory.placement, memory.facts) if len(memory) else set()
-        unused = scopes_of(memory.placement, gone) - left
+    async def _unregister(self, memory: UserMemory, gone: Sequence[Fact | Turn]) -> None:
+        unused = scopes_of(memory.placement, gone)
+        stays: Sequence[Fact | Turn] = memory.facts
+        if stays:
+            unused -= scopes_of(memory.placement, stays)
+        if unused and (stays := [*stays, *(await self._turns(memory))]):
+            unused -= scopes_of(memory.placement, stays)
         if unused:
-            await self._store.registry.unregister(owner, unused, empty=not len(memory))
+            await self._store.registry.unregister(memory.placement.user, unused, empty=not stays)
+
+    async def _turns(self, memory: UserMemory) -> list[Turn]:
+        """Those that are kept, also where nothing was distilled from them."""
+        return list((await self._store.turns.turns(memory.placement.user)).values())
 
     def fits(self, text: str) -> bool:
         """Whether a text may be a fact, by its length."""

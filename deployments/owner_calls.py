@@ -30,7 +30,15 @@ from deployments.messages import ChatCall, ChatEvent
 from deployments.owners import Owners
 from deployments.shard_client import Shards
 from deployments.telemetry import FIRST_TOKEN, RETRIES, about, step
-from sharding.errors import DeadlineExceeded, MemshardError, NotFound, ShardGone, Unavailable, WrongShard
+from sharding.errors import (
+    DeadlineExceeded,
+    EngineFailed,
+    MemshardError,
+    NotFound,
+    ShardGone,
+    Unavailable,
+    WrongShard,
+)
 from sharding.ids import Placement, ShardId, UserId
 
 T = TypeVar("T")
@@ -104,6 +112,29 @@ class OwnerCalls:
                 raise
 
         await self.call(user, attempt)
+
+    def forgetting(self, hop: Hop[T]) -> Hop[T]:
+        """`hop`, sent when no shard but the owner has anything of the user: those who owned it before may have left
+        chunks on their disks, or not know yet that they lost it. Raises `Unavailable` where one of them does not say
+        so."""
+
+        async def forget(placement: Placement, deadline_s: float) -> T:
+            if placement.epoch > 1:  # else nobody ever had it but this one
+                others = [shard for shard in await self._owners.live(newest=True) if shard != placement.shard]
+                await asyncio.gather(*(self._leave(shard, placement.user, deadline_s) for shard in others))
+            return await hop(placement, deadline_s)
+
+        return forget
+
+    async def _leave(self, shard: ShardId, user: UserId, deadline_s: float) -> None:
+        try:
+            async with self._owners.watched(shard):
+                await self._shards.leave(shard, user, deadline_s)
+        except ShardGone as gone:
+            if shard in await self._owners.live(newest=True) and not gone.details.get("certain"):
+                raise Unavailable("A shard that may have had this memory does not answer; retry shortly.") from gone
+        except EngineFailed as failed:
+            raise Unavailable("A shard that may have had this memory is being replaced; retry shortly.") from failed
 
     async def _send(self, place: Callable[[UserId], Awaitable[Placement]], user: UserId, hop: Hop[T]) -> T:
         left_s = self._countdown()

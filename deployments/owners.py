@@ -38,6 +38,8 @@ class PlacementDirectory(Protocol):
 
     async def lookup(self, user: UserId) -> Placement | None: ...
 
+    async def remembers(self, user: UserId) -> bool: ...
+
     async def claim(self, user: UserId, shard: ShardId, expected: Placement | None) -> Placement: ...
 
     async def shards(self) -> dict[ShardId, ShardReport]: ...
@@ -94,8 +96,8 @@ class Owners:
                 self._read_soon()
                 return cached
         placement = await self._directory.lookup(user)
-        if placement is None:
-            return None
+        if placement is None:  # of this model: what was told while another was served is the user's all the same
+            return await self._claim(user, None, or_nobody) if await self._directory.remembers(user) else None
         if not await self._is_alive(placement.shard) or self._reports[placement.shard].leaving:
             return await self._claim(user, placement, or_nobody)
         self._cache.put(placement)

@@ -31,7 +31,7 @@ from sharding.client import connect
 from sharding.directory import Directory
 from sharding.errors import EngineFailed, MemshardError, ShardGone, Unavailable
 from sharding.facts import FactStore
-from sharding.ids import ShardId
+from sharding.ids import ShardId, UserId
 from sharding.keys import KeySpace
 from sharding.lease import Lease
 from sharding.placement import PlacementPolicy, ShardReport
@@ -127,6 +127,14 @@ class ShardReplica:
             return await self._shard.ask(call)
         except MemshardError as error:
             return self._told(error)
+
+    async def leave(self, user: UserId) -> MemshardError | None:
+        """See `ResidentUse.leave`."""
+        try:
+            await self._shard.users.leave(user)
+        except MemshardError as error:
+            return self._told(error)
+        return None
 
     def _told(self, error: MemshardError) -> MemshardError:
         """A shard whose engine died is gone. Serve takes seconds to replace its replica; its users need not wait."""

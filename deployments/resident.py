@@ -157,10 +157,16 @@ class Residents:
 
     async def left(self, user: UserId) -> None:
         """The user is another shard's now. Raises `EngineFailed` where the workers did not confirm that the chunks are
-        gone; they are dropped later then."""
+        gone, `Unavailable` where a file system did not; they are dropped later then."""
         await self._encoder.submit(user, self._no_chunks(user))
         self._tiers.release(user)
         await self._encoder.forget(sorted(self._tiers.ids_of(user)))
+        await self._tiers.purge(user, shared=False)
+
+    async def purge(self, memory: UserMemory) -> None:
+        """After `changed`, where something was deleted: nor is there a file of it that no ledger counts. Raises
+        `Unavailable`."""
+        await self._tiers.purge(memory.placement.user)
 
     async def index(self, memory: UserMemory) -> None:
         """Embeds and indexes the facts that are not, once at a time for a user."""

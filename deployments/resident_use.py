@@ -46,6 +46,13 @@ class ResidentUse:
                 self.soon("Chunks of a user who left are dropped later", self._residents.left(placement.user))
             raise
 
+    async def leave(self, user: UserId) -> None:
+        """Nothing of a user who is not this shard's is here when this returns: neither facts nor chunks, nor a file on
+        this machine. Nothing is done to one who is. Raises `EngineFailed`, `Unavailable`."""
+        if not self._table.owns(await self._table.directory.lookup(user)):
+            self._table.drop_user(user)
+            await self._residents.left(user)
+
     @contextmanager
     def closed(self, user: UserId) -> Iterator[None]:
         """Whoever comes for this user waits until this ends; whoever has come already is not disturbed."""

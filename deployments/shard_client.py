@@ -17,7 +17,7 @@ from deployments.ray_errors import as_memshard_error
 from deployments.router import ANY
 from deployments.telemetry import carried
 from sharding.errors import DeadlineExceeded, MemshardError, ShardGone
-from sharding.ids import ShardId
+from sharding.ids import ShardId, UserId
 
 T = TypeVar("T")
 
@@ -38,6 +38,9 @@ class Shards(Protocol):
 
     async def ask(self, shard: ShardId, call: MemoryCall[T], deadline_s: float) -> T:
         """The answer to a call about one owner's memory."""
+
+    async def leave(self, shard: ShardId, user: UserId, deadline_s: float) -> None:
+        """Returns when the shard has nothing of a user who is not its own: no fact, chunk, or file on its machine."""
 
     async def status(self, shard: ShardId, deadline_s: float) -> ShardStatus:
         """What the shard says of itself now."""
@@ -90,6 +93,9 @@ class ShardClient(Shards):
 
     async def ask(self, shard: ShardId, call: MemoryCall[T], deadline_s: float) -> T:
         return await self._call(shard, "ask", deadline_s, call, carried())  # type: ignore[no-any-return]
+
+    async def leave(self, shard: ShardId, user: UserId, deadline_s: float) -> None:
+        await self._call(shard, "leave", deadline_s, user)
 
     async def status(self, shard: ShardId, deadline_s: float) -> ShardStatus:
         return await self._call(shard, "status", deadline_s)  # type: ignore[no-any-return]

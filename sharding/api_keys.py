@@ -41,6 +41,8 @@ class KnowsKeys(Protocol):
 
     async def find(self, key: str) -> ApiKey | None: ...
 
+    async def revoke_all(self, tenant: str, but: str | None = None) -> int: ...
+
 
 class KeyStore(KnowsKeys):
     """The keys of one installation."""
@@ -75,6 +77,14 @@ class KeyStore(KnowsKeys):
             kept: dict[Any, Any] = await self._redis.hgetall(self._name)
             gone = [digest for digest, one in kept.items() if json.loads(one)["id"] == id]
             return bool(gone) and bool(await self._redis.hdel(self._name, *gone))
+
+    async def revoke_all(self, tenant: str, but: str | None = None) -> int:
+        """Forget a tenant's keys, but the one of that id; how many there were."""
+        with redis_errors("revoke keys"):
+            kept: dict[Any, Any] = await self._redis.hgetall(self._name)
+            known = {digest: json.loads(one) for digest, one in kept.items()}
+            gone = [digest for digest, one in known.items() if one["tenant"] == tenant and one["id"] != but]
+            return int(await self._redis.hdel(self._name, *gone)) if gone else 0
 
 
 def _digest(key: str) -> str:

@@ -73,6 +73,11 @@ class Directory:
             return None
         return Placement(user, ShardId(as_text(shard)), int(epoch))
 
+    async def remembers(self, user: UserId) -> bool:
+        """Whether anything that the user said is kept, also where nobody owns it: another model was served then."""
+        with redis_errors("look for a user's memories"):
+            return bool(await self._redis.exists(self._keys.facts(user), self._keys.turns(user)))
+
     async def entry(self, user: UserId) -> Entry | None:
         """Placement and usage, or None for a user who never had an owner. One round trip."""
         with redis_errors("look up a user"):

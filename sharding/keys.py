@@ -32,9 +32,13 @@ user shares the shards' tag or a tenant's.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 from sharding.ids import ShardId, UserId
+from sharding.scopes import SEPARATOR
+
+COUNTED = ("requests", "tokens")
+"""What limits count, of a tenant (`requests:t:<tenant>`) and of a user (`requests:u:<user>`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +87,15 @@ class KeySpace:
         """What the keys of a tenant's registry begin with."""
         return f"{_escape(self.namespace)}:{{tenant:{_escape(tenant)}}}"
 
+    def of_tenant(self, tenant: str) -> list[str]:
+        """Patterns that all keys of a tenant match, those of its users first, and no other's."""
+        namespace, users = _escape(self.namespace), _escape(tenant + SEPARATOR)
+        patterns = [f"{namespace}:{{{users}*}}:*", f"{self.tenant(tenant)}:*"]
+        for what in COUNTED:
+            limit = f"{namespace}:{{limit:{_escape(what + ':')}"
+            patterns += [f"{limit}{_escape('t:' + tenant)}}}:*", f"{limit}{_escape('u:')}{users}*}}:*"]
+        return patterns
+
     def seq(self, user: UserId) -> str:
         return f"{self._of(user)}:seq"
 
@@ -112,6 +125,10 @@ class KeySpace:
 
     def verdict(self, name: str) -> str:
         return f"{self.shards()}:verdict:{_escape(name)}"
+
+    def user_in(self, key: str) -> UserId:
+        """Whose a key is that one of the first pattern matches."""
+        return UserId(unquote(key.partition(":{")[2].partition("}")[0], errors="surrogatepass"))
 
     def _of(self, user: UserId) -> str:
         return f"{_escape(self.namespace)}:{{{_escape(user)}}}"

@@ -27,6 +27,8 @@ from sharding.redis_errors import redis_errors
 from sharding.scopes import SEPARATOR, Entity, owner_tag, tag_in, tenant_of
 from sharding.scripts import script
 
+SCANNED_AT_ONCE = 1000
+
 
 @dataclass(frozen=True, slots=True)
 class EntitySeen:
@@ -45,6 +47,10 @@ class OwnerNames(Protocol):
     async def owners_by_id(self, tenant: str, id: str) -> list[UserId]: ...
 
     async def entities(self, tenant: str, kind: str | None = None) -> list[EntitySeen]: ...
+
+    async def everybody(self, tenant: str, *, with_memories: bool) -> list[UserId]: ...
+
+    async def forget(self, tenant: str) -> None: ...
 
 
 class Registry(OwnerNames):
@@ -92,6 +98,29 @@ class Registry(OwnerNames):
             for name, at_ms in seen
         ]
         return [one for one in found if kind in (None, one.entity.kind)]
+
+    async def everybody(self, tenant: str, *, with_memories: bool) -> list[UserId]:
+        """Every owner of a tenant that Redis knows of, found by their keys and so none is missed; or those of whom
+        anything is kept that they said. Reads the names of all keys there are."""
+        found: set[UserId] = set()
+        with redis_errors("find a tenant's users"):
+            async for key in self._redis.scan_iter(self._keys.of_tenant(tenant)[0], count=SCANNED_AT_ONCE):
+                name = as_text(key)
+                if not with_memories or name.endswith((":facts", ":turns", ":history", ":embeddings")):
+                    found.add(self._keys.user_in(name))
+        return sorted(found)
+
+    async def forget(self, tenant: str) -> None:
+        """What a tenant has beside its users' memories: this registry, sizes, limits' counts, events. The placements
+        and numbers given out of its users stay: they keep old shards from writing."""
+        users, *others = self._keys.of_tenant(tenant)
+        with redis_errors("forget a tenant"):
+            async for key in self._redis.scan_iter(users, count=SCANNED_AT_ONCE):
+                if ":event:" in as_text(key):
+                    await self._redis.unlink(key)
+            for pattern in others:
+                async for key in self._redis.scan_iter(pattern, count=SCANNED_AT_ONCE):
+                    await self._redis.unlink(key)
 
     async def _change(
         self, intent: str, body: AsyncScript, first: str, owner: UserId, entities: Iterable[Entity]

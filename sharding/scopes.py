@@ -31,6 +31,9 @@ FIELDS = {"user_id": "user", "agent_id": "agent", "app_id": "app", "run_id": "ru
 
 KINDS = {kind: field for field, kind in FIELDS.items()}
 
+TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
+"""What a tenant may be called."""
+
 _UUID8 = re.compile(r"([0-9a-f]{8})-([0-9a-f]{4})-8([0-9a-f]{3})-[89ab][0-9a-f]{3}-[0-9a-f]{12}")
 
 

@@ -124,6 +124,16 @@ class UserTable:
             del self._residents[placement.user]
         self._admissions.pop(placement, None)
 
+    def owns(self, placement: Placement | None) -> bool:
+        """Whether a placement names this shard."""
+        return placement is not None and placement.shard == self._me
+
+    def drop_user(self, user: UserId) -> None:
+        """As `drop`, whatever the placement that the user is held under."""
+        self._residents.pop(user, None)
+        for placement in [one for one in self._admissions if one.user == user]:
+            del self._admissions[placement]
+
     def check_integrity(self) -> None:
         """Raise AssertionError unless residents, pins and admissions add up; for tests, after each."""
         assert len(self._occupants()) <= self._capacity, "more users than places"

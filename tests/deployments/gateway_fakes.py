@@ -59,12 +59,17 @@ class FakeDirectory:
     def __init__(self) -> None:
         self.placements: dict[UserId, Placement] = {}
         self.reports: dict[ShardId, ShardReport] = {}
+        self.remembered: set[UserId] = set()  # who have facts and, perhaps, no placement
         self.away = False
         self.calls = 0
 
     async def lookup(self, user: UserId) -> Placement | None:
         self._reach()
         return self.placements.get(user)
+
+    async def remembers(self, user: UserId) -> bool:
+        self._reach()
+        return user in self.remembered
 
     async def claim(self, user: UserId, shard: ShardId, expected: Placement | None) -> Placement:
         self._reach()
@@ -107,6 +112,7 @@ class FakeShards(Shards):
         self.directory = directory
         self.by_id: dict[ShardId, FakeShard] = {}
         self.drained: list[ShardId] = []
+        self.left: list[tuple[ShardId, UserId]] = []
         for id in ids:
             self.start(id)
 
@@ -195,6 +201,10 @@ class FakeShards(Shards):
         self.drained.append(shard)
         return DrainReport(4, 2)
 
+    async def leave(self, shard: ShardId, user: UserId, deadline_s: float) -> None:
+        self._enter(shard, None)
+        self.left.append((shard, user))
+
     async def metrics(self, shard: ShardId, deadline_s: float) -> str:
         return exposition.of_status(asdict(await self.status(shard, deadline_s)))
 
@@ -226,9 +236,15 @@ class FakeNames(OwnerNames):
     async def entities(self, tenant: str, kind: str | None = None) -> list[EntitySeen]:
         return [EntitySeen(entity_of(owner), NOW, NOW) for owner in self._directory.placements]
 
+    async def everybody(self, tenant: str, *, with_memories: bool) -> list[UserId]:
+        return []
+
 
 class NoKeys(KnowsKeys):
-    """Keys are not required here, so nobody asks for one."""
+    """Keys are not required here, so there is none."""
+
+    async def revoke_all(self, tenant: str, but: str | None = None) -> int:
+        return 0
 
 
 class NoLimits(CountsMinutes):

@@ -87,6 +87,9 @@ class FileDirectory:
     async def lookup(self, user: UserId) -> Placement | None:
         return self._placements.get(user)
 
+    async def remembers(self, user: UserId) -> bool:
+        return False
+
     async def claim(self, user: UserId, shard: ShardId, expected: Placement | None) -> Placement:
         self._placements[user] = Placement(user, shard, expected.epoch + 1 if expected else 1)
         return self._placements[user]

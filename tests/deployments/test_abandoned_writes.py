@@ -16,6 +16,7 @@ from deployments.memory_calls import AddCall, DeleteCall, ForgetCall, MemoryCall
 from deployments.shard import Shard
 from sharding.facts import AddEvent, Fact, Told, text_hash
 from sharding.ids import FactId, Placement, ShardId, UserId
+from sharding.turns import Turn
 from sharding.user_memory import UserMemory
 
 ALICE = Placement(UserId("alice"), ShardId("here"), 1)
@@ -31,6 +32,10 @@ class SlowStore:
     @property
     def registry(self) -> SlowStore:
         return self
+
+    @property
+    def turns(self) -> SlowTurns:
+        return SlowTurns()
 
     async def register(self, *_: object) -> None: ...
 
@@ -64,6 +69,13 @@ class SlowStore:
         return count
 
 
+class SlowTurns:
+    """Nothing was distilled."""
+
+    async def turns(self, user: UserId) -> dict[str, Turn]:
+        return {}
+
+
 class OneUser:
     """The table, and what follows the facts, of a shard with one user."""
 
@@ -77,6 +89,8 @@ class OneUser:
     async def read(self, memory: UserMemory, facts: Sequence[Fact]) -> None: ...
 
     async def changed(self, memory: UserMemory) -> None: ...
+
+    async def purge(self, memory: UserMemory) -> None: ...
 
     async def added(self, memory: UserMemory) -> None: ...
 

@@ -54,7 +54,7 @@ def chat(http: httpx.Client, user: str | None, **more: Any) -> httpx.Response:
 
 def filled(path: str) -> str:
     """The path with something in each of its gaps."""
-    return path.format(memory_id="x", entity_type="user", name="x", event_id="x", model="x")
+    return path.format(memory_id="x", entity_type="user", name="x", event_id="x", model="x", tenant="x")
 
 
 def test_no_route_but_the_open_ones_answers_without_a_key_or_with_a_wrong_one(guarded: Town) -> None:
@@ -82,9 +82,7 @@ def test_a_key_does_what_its_role_may_on_every_route(guarded: Town, role: Role) 
     ranks = ["read", "write", "admin"]
     with client(guarded, key(guarded, f"role-{role}", role)) as http:
         for method, path in CLOSED:
-            answer = http.request(
-                method, path.format(memory_id="x", entity_type="user", name="x", event_id="x", model="x")
-            )
+            answer = http.request(method, filled(path))
             allowed = ranks.index(role) >= ranks.index(needed_role(method, path))
             assert (answer.status_code == 403) == (not allowed), (method, path, answer.text)
 

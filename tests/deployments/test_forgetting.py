@@ -100,6 +100,23 @@ def test_a_deleted_user_is_named_in_no_list(quiet_town: Town, http: httpx.Client
     assert sorted(left) == [["owner", MODEL], [f"{{{ada}}}", "seq"]], "who owned the user, and numbers given out"
 
 
+def test_who_only_said_what_is_no_fact_is_listed_until_that_is_deleted_too(
+    quiet_town: Town, http: httpx.Client, ada: str
+) -> None:
+    said = {"user_id": ada, "agent_id": "listener", "messages": "."}  # a sentence without a word
+    http.post("/v3/memories/add/", json=said).raise_for_status()
+    for shard in quiet_town.shards.by_id.values():
+        quiet_town.run(shard.distillation.settled())
+    id = http.post("/v1/memories", json={"user_id": ada, "messages": "A fact."}).json()["results"][0]["id"]
+    http.delete(f"/v1/memories/{id}/").raise_for_status()
+    listed = {one["name"] for one in http.get("/v1/entities/").json()["results"]}
+    assert listed == {ada, "listener"}
+    assert http.get("/v1/export", params={"user_id": ada}).json()["turns"]
+    http.delete(f"/v2/entities/user/{ada}/").raise_for_status()
+    assert http.get("/v1/entities/").json()["count"] == 0
+    assert http.get("/v1/export", params={"user_id": ada}).json()["turns"] == []
+
+
 def test_what_was_encoded_behind_a_deleted_fact_is_encoded_again(
     quiet_town: Town, http: httpx.Client, ada: str
 ) -> None:

@@ -14,7 +14,7 @@ from deployments.messages import ChatCall, ChatFinished, ChatStarted, Sampling
 from deployments.owner_calls import OwnerCalls
 from deployments.owners import Owners
 from sharding.directory import PlacementCache
-from sharding.errors import DeadlineExceeded, ShardGone, Unavailable
+from sharding.errors import DeadlineExceeded, EngineFailed, MemshardError, ShardGone, Unavailable
 from sharding.ids import Placement, ShardId, UserId
 from sharding.placement import PlacementPolicy
 
@@ -286,3 +286,64 @@ async def test_a_shard_that_cannot_be_reached_is_tried_again_until_its_heartbeat
     del cluster.directory.reports[crashed.id]
     assert isinstance((await chat)[-1], ChatFinished)
     assert cluster.shards.of(ADA).id != crashed.id
+
+
+# -- deletions --------------------------------------------------------------------------------------------------------
+
+
+async def told_on_two_shards(client: httpx.AsyncClient, cluster: Cluster) -> tuple[FakeShard, FakeShard]:
+    """The shard that owns ada, and the one that did before."""
+    body = {"user_id": ADA, "messages": [{"role": "user", "content": "I row."}], "infer": False}
+    assert (await client.post("/v1/memories", json=body)).is_success
+    before = cluster.shards.of(ADA)
+    now = cluster.other_than(before)
+    assert (await client.post("/v1/admin/moves", json={"user_id": ADA, "shard": now.id})).is_success
+    return now, before
+
+
+async def test_who_never_moved_is_deleted_without_asking_another_shard(
+    client: httpx.AsyncClient, cluster: Cluster
+) -> None:
+    body = {"user_id": ADA, "messages": [{"role": "user", "content": "I row."}], "infer": False}
+    assert (await client.post("/v1/memories", json=body)).is_success
+    assert (await client.delete("/v1/memories?user_id=ada")).json()["deleted"] == 1
+    assert cluster.shards.left == []
+
+
+async def test_before_a_deletion_every_other_shard_lets_go_of_the_user(
+    client: httpx.AsyncClient, cluster: Cluster
+) -> None:
+    now, before = await told_on_two_shards(client, cluster)
+    (id,) = now.facts[ADA]
+    assert (await client.delete(f"/v1/memories/{id}/")).is_success
+    assert (await client.delete("/v1/memories?user_id=ada")).is_success
+    assert cluster.shards.left == [(before.id, ADA)] * 2
+
+
+@pytest.mark.parametrize("error", [ShardGone("Away.", certain=False), EngineFailed("Its engine has died.")])
+async def test_a_deletion_is_refused_while_a_shard_that_lives_does_not_let_go(
+    client: httpx.AsyncClient, cluster: Cluster, error: MemshardError
+) -> None:
+    now, before = await told_on_two_shards(client, cluster)
+    before.refuse_with = error
+    assert (await client.delete("/v1/memories?user_id=ada")).status_code == 503
+    assert len(now.facts[ADA]) == 1, "nothing was deleted that is said not to be"
+    before.refuse_with = None
+    assert (await client.delete("/v1/memories?user_id=ada")).json()["deleted"] == 1
+
+
+async def test_a_deletion_does_not_wait_for_a_shard_that_is_gone(client: httpx.AsyncClient, cluster: Cluster) -> None:
+    now, before = await told_on_two_shards(client, cluster)
+    cluster.shards.kill(before.id)
+    assert (await client.delete("/v1/memories?user_id=ada")).json()["deleted"] == 1
+    assert not now.facts[ADA]
+
+
+async def test_who_has_facts_and_no_placement_gets_a_shard_with_any_request(
+    client: httpx.AsyncClient, cluster: Cluster
+) -> None:
+    """As where another model is served than before."""
+    cluster.directory.remembered.add(ADA)
+    assert (await client.get("/v1/memories?user_id=bob")).status_code == 404
+    assert (await client.delete("/v1/memories?user_id=ada")).status_code == 200
+    assert cluster.directory.placements[ADA].epoch == 1

@@ -10,9 +10,11 @@ from redis.asyncio import Redis
 from tiered_shard import TieredShard, chunk_files, tiered_shard
 
 from connector.chunk_file import CLEAR, HEADER_BYTES, ChunkFormat
+from connector.files import LocalFiles
 from connector.memory_counts import Reason
 from deployments.deterministic import DeterministicEngine, mark
 from deployments.memory_calls import ForgetCall
+from sharding.errors import Unavailable
 from sharding.ids import Placement, ShardId, UserId
 from sharding.placement import ShardReport
 from sharding.sealing import new_secret
@@ -203,6 +205,59 @@ async def test_files_of_users_whom_another_shard_owns_or_who_have_no_facts_are_s
         await home.shard.janitor(home.me, home.directory).sweep()
         left = {ChunkFormat().owner_of(path.read_bytes()[:HEADER_BYTES]) for path in chunk_files(tmp_path / "disk")}
         assert left == {"stays", "waits"}
+
+
+async def test_a_shard_whose_lease_ran_out_lets_go_of_whom_others_took_meanwhile(
+    redis: Redis, url: str, tmp_path: Path
+) -> None:
+    async with tiered_shard("a", redis, url, tmp_path) as home:
+        stays, taken = [await home.owns(user) for user in ("stays", "taken")]
+        for placement in (stays, taken):
+            await home.told(placement, *FACTS)
+        janitor = home.shard.janitor(home.me, home.directory)
+        await home.directory.switch(taken, ShardId("b"))
+        await janitor.leave_strangers()
+        assert home.shard.tiers.ids_of("taken"), "it cannot know"
+        home.shard.table.lease.term += 1
+        await janitor.leave_strangers()
+        assert home.shard.tiers.ids_of("taken") == set()
+        assert "taken" not in home.shard.table
+        assert len(home.shard.tiers.ids_of("stays")) == len(chunk_files(tmp_path)) == len(FACTS)
+
+
+async def test_a_shard_that_is_asked_to_let_go_of_its_own_user_does_not(redis: Redis, url: str, tmp_path: Path) -> None:
+    async with tiered_shard("a", redis, url, tmp_path) as home:
+        alice = await home.owns("alice")
+        await home.told(alice, *FACTS)
+        await home.shard.users.leave(alice.user)
+        assert len(home.shard.tiers.ids_of("alice")) == len(FACTS)
+        await home.directory.release(alice)
+        await home.shard.users.leave(alice.user)
+        assert home.shard.tiers.ids_of("alice") == set()
+        assert chunk_files(tmp_path) == []
+
+
+async def test_a_deletion_is_not_confirmed_while_a_file_system_cannot_be_looked_through(
+    redis: Redis, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = {"chunk_shared_url": str(tmp_path / "shared"), "chunk_shared_bytes": 1 << 30}
+    async with tiered_shard("a", redis, url, tmp_path, **shared) as home:
+        alice = await home.owns("alice")
+        await home.told(alice, *FACTS)
+    async with tiered_shard("b", redis, url, tmp_path / "elsewhere", **shared) as home:
+        alice = await home.owns("alice", alice)
+
+        def lost(*_: object) -> None:
+            raise OSError("Stale file handle")
+
+        with monkeypatch.context() as broken:
+            broken.setattr(LocalFiles, "entries", lost)
+            broken.setattr(LocalFiles, "purge", lost)
+            with pytest.raises(Unavailable, match="could not be removed"):
+                await home.shard.ask(ForgetCall("r", alice))
+            assert len(chunk_files(tmp_path / "shared")) == len(FACTS)
+        await home.shard.ask(ForgetCall("r", alice))
+        assert chunk_files(tmp_path / "shared") == []
 
 
 def _report(shard: str) -> str:

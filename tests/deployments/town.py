@@ -40,6 +40,7 @@ from sharding.lease import Lease
 from sharding.limits import Minutes
 from sharding.placement import PlacementPolicy, ShardReport
 from sharding.registry import Registry
+from sharding.sealing import Seal
 from tests.sharding.real_valkey import Valkey
 
 MODEL = "tiny"
@@ -84,6 +85,9 @@ class LocalShards(Shards):
     async def ask(self, shard: ShardId, call: MemoryCall[Any], deadline_s: float) -> Any:
         return _sent(await self.by_id[shard].ask(_sent(call)))
 
+    async def leave(self, shard: ShardId, user: UserId, deadline_s: float) -> None:
+        await self.by_id[shard].users.leave(_sent(user))
+
     async def status(self, shard: ShardId, deadline_s: float) -> ShardStatus:
         here = self.by_id[shard]
         users, facts = len(here.table), sum(map(len, here.table.memories()))
@@ -121,14 +125,15 @@ def _sent(value: Any) -> Any:
 
 
 class Town:
-    """`url` to talk to it, `app` to look at it, `redis` and `shards` to look into it."""
+    """`url` to talk to it, `app` to look at it, `redis` and `shards` to look into it. `of_shards` are more settings of
+    its shards."""
 
-    def __init__(self, valkey: Valkey, quotas: dict[str, int], **settings: Any) -> None:
+    def __init__(self, valkey: Valkey, of_shards: dict[str, Any], **settings: Any) -> None:
         self.keys = KeySpace(uuid.uuid4().hex, MODEL)
         self.redis = redis.Redis.from_url(valkey.url)
         self.shards = LocalShards()
         self._valkey = valkey
-        self._quotas = quotas
+        self._of_shards = of_shards
         self._settings = GatewaySettings(model=MODEL, **settings)
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listening.getsockname()[1]}"
@@ -148,7 +153,7 @@ class Town:
     async def _build(self, undo: AsyncExitStack) -> FastAPI:
         client = connect(self._valkey.url)
         undo.push_async_callback(client.aclose)
-        directory = Directory(client, self.keys)
+        self.directory = directory = Directory(client, self.keys)
         nowhere = Path("/nonexistent")
         sizes: dict[str, Any] = {"kv_cache_bytes": 1, "chunk_device_bytes": 1 << 22, "window_facts": 2}
         more: dict[str, Any] = {
@@ -165,28 +170,25 @@ class Town:
             self._valkey.url,
             "test",
             1,
-            **self._quotas,
-            **sizes,
-            **more,
-            **times,
+            **{**sizes, **more, **times, **self._of_shards},
         )
+        store = FactStore(client, self.keys, Seal(shard_settings.encryption_key))
         for name in ("shard-a", "shard-b"):
             id, lease = ShardId(name), Lease(TTL_S, TTL_S)
             lease.acknowledged(time.monotonic())
-            shard = await open_shard(shard_settings, id, directory, FactStore(client, self.keys), lease)
+            shard = await open_shard(shard_settings, id, directory, store, lease)
             shard.distillation.distiller = SentenceReader()  # its engine cannot write what one asks for
             undo.callback(shard.close)
             self.shards.by_id[id] = shard
             await self.beat(directory, id)
         self.api_keys = KeyStore(client, self.keys)
         minutes = Minutes(client, self.keys)
-        facts = FactStore(client, self.keys)
-        quotas = quotas_of(shard_settings, facts)
-        self.unattended = Unattended(facts, open_template, quotas, max_fact_tokens=more["max_fact_tokens"])
+        quotas = quotas_of(shard_settings, store)
+        self.unattended = Unattended(store, open_template, quotas, max_fact_tokens=more["max_fact_tokens"])
         registry = Registry(client, self.keys)
         stores = GatewayStores(directory, registry, self.api_keys, minutes, unattended=self.unattended)
-        self.directory = directory
-        return create_app(Gateway(self.shards, stores, PlacementPolicy(), self._settings))
+        self.gateway = Gateway(self.shards, stores, PlacementPolicy(), self._settings)
+        return create_app(self.gateway)
 
     @staticmethod
     async def beat(directory: Directory, id: ShardId) -> None:
@@ -217,9 +219,9 @@ class Town:
 
 
 @contextmanager
-def a_town(valkey: Valkey, quotas: dict[str, int] | None = None, **settings: Any) -> Iterator[Town]:
+def a_town(valkey: Valkey, of_shards: dict[str, Any] | None = None, **settings: Any) -> Iterator[Town]:
     """One that runs in a thread of its own."""
-    town = Town(valkey, quotas or {}, **settings)
+    town = Town(valkey, of_shards or {}, **settings)
     thread = threading.Thread(target=lambda: asyncio.run(town.serve()))
     thread.start()
     try:

@@ -14,6 +14,7 @@ import pytest
 from every_redis import Kind
 from people import ELSEWHERE, HERE
 
+from sharding.api_keys import KeyStore
 from sharding.append_log import AppendLog
 from sharding.client import RedisClient, connect
 from sharding.directory import Directory, Entry, Usage
@@ -21,8 +22,9 @@ from sharding.errors import StartupError, Unavailable, WrongShard
 from sharding.facts import FactStore
 from sharding.ids import Placement, UserId
 from sharding.keys import KeySpace
+from sharding.limits import Minutes
 from sharding.placement import ShardReport
-from sharding.scopes import Entity
+from sharding.scopes import Entity, entity_of, owner_id, tenant_of
 
 T = TypeVar("T")
 USERS = [UserId(f"user-{n}") for n in range(40)]  # over all of a cluster's primaries
@@ -100,6 +102,40 @@ async def test_facts_have_versions_and_their_owners_are_found(redis: RedisClient
         await store.registry.unregister(user, [ada], empty=True)
     await store.log.settled()
     assert await store.registry.entities("") == []
+
+
+async def test_everything_of_a_tenant_is_found_wherever_it_lies_and_forgotten(
+    redis: RedisClient, keys: KeySpace
+) -> None:
+    directory, store = Directory(redis, keys), FactStore(redis, keys)
+    minutes, api_keys = Minutes(redis, keys), KeyStore(redis, keys)
+    red = [owner_id("red", Entity("user", f"{name}}}:facts*")) for name in ("ada", "bob", "eve")]
+    others = [UserId("ada"), *(owner_id(tenant, Entity("user", "ada")) for tenant in ("re", "redd", "r*d", "blue"))]
+    for user in [*red, *others]:
+        placement = await directory.claim(user, HERE, None)
+        await store.registry.register(user, [entity_of(user)], NOW)
+        await minutes.take(f"requests:u:{user}", 1, 9)
+        await minutes.take(f"tokens:t:{tenant_of(user)}", 1, 9)
+        if user != red[2]:
+            await store.append(placement, ["said"], "turn", NOW)
+    (key, known), (other, _) = [await api_keys.create(tenant, "admin") for tenant in ("red", "redd")]
+    assert await store.registry.everybody("red", with_memories=False) == sorted(red)
+    assert await store.registry.everybody("red", with_memories=True) == sorted(red[:2])
+    assert await api_keys.revoke_all("red", but=known.id) == 0
+    assert await api_keys.revoke_all("red") == 1
+    assert (await api_keys.find(key), (await api_keys.find(other)) is not None) == (None, True)
+    for user in red:
+        await store.delete_all(Placement(user, HERE, 1))
+    await store.registry.forget("red")
+    names = [key.decode() async for key in redis.scan_iter(f"{keys.namespace}:*")]
+    left = {name.rpartition("}:")[2].partition(":")[0] for name in names if "red%1F" in name or "Ared}" in name}
+    assert left == {"owner", "seq"}, "placements, and numbers given out"
+    assert not [name for name in names if ":red}" in name]
+    assert await store.registry.everybody("red", with_memories=True) == []
+    for user in others:
+        assert [fact.text for fact in await store.load(user)] == ["said"]
+        assert await store.registry.owners_of(tenant_of(user), entity_of(user)) == [user]
+    await store.log.settled()
 
 
 async def test_what_an_owner_notes_of_its_users_is_kept_and_a_strangers_word_is_not(
