@@ -130,6 +130,7 @@ class MemoryWrites:
         await self._users.to_its_end(self._delete(call))
 
     async def _delete(self, call: DeleteCall) -> None:
+        await self._users.moved(call.placement.user)
         async with self._users.use(call.placement) as memory, memory.write_lock:
             known = call.fact_id in memory
             if not await self._remove(memory, [call.fact_id]) and not known:
@@ -140,6 +141,7 @@ class MemoryWrites:
         return await self._users.to_its_end(self._forget(call))
 
     async def _forget(self, call: ForgetCall) -> int:
+        await self._users.moved(call.placement.user)
         async with self._users.use(call.placement) as memory, memory.write_lock:
             if call.filters is not None:
                 return await self._remove(memory, [f.id for f in memory.facts if matches(call.filters, f)])

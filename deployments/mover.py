@@ -111,8 +111,14 @@ class _Move:
         }
 
     async def run(self) -> MoveReport:
+        with self._at.users.moving(self._placement.user):
+            return await self._run()
+
+    async def _run(self) -> MoveReport:
         async with self._at.users.use(self._placement) as memory, self._waiting:
             self._memory = memory
+            async with memory.write_lock:
+                pass  # a deletion that began before this ends first
             self._copy_there = self._at.courier.copy(self._placement, self._target)
             moving = Moving()
             try:

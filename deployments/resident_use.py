@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import defaultdict
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
@@ -27,6 +28,7 @@ class ResidentUse:
         self._usage = usage
         self._residents = residents
         self._closed: dict[UserId, asyncio.Event] = {}
+        self._moving: defaultdict[UserId, list[asyncio.Event]] = defaultdict(list)
         self._background: set[asyncio.Task[Any]] = set()
         self.wrong_shard = 0  # calls that were refused as another shard's
 
@@ -62,6 +64,24 @@ class ResidentUse:
         finally:
             del self._closed[user]
             open_again.set()
+
+    @contextmanager
+    def moving(self, user: UserId) -> Iterator[None]:
+        """Deletions of this user wait until this ends: what was copied to another shard is its own by then, or gone."""
+        ended = asyncio.Event()
+        self._moving[user].append(ended)
+        try:
+            yield
+        finally:
+            self._moving[user].remove(ended)
+            if not self._moving[user]:
+                del self._moving[user]
+            ended.set()
+
+    async def moved(self, user: UserId) -> None:
+        """Returns when no move of this user goes on."""
+        while moves := self._moving.get(user):
+            await moves[0].wait()
 
     async def to_its_end(self, write: Coroutine[Any, Any, T]) -> T:
         """A write goes on where its caller has gone away: what is done in Redis has to be done here, too."""

@@ -126,7 +126,7 @@ class UserTable:
 
     def owns(self, placement: Placement | None) -> bool:
         """Whether a placement names this shard."""
-        return placement is not None and placement.shard == self._me
+        return placement is not None and placement.shard == self.me
 
     def drop_user(self, user: UserId) -> None:
         """As `drop`, whatever the placement that the user is held under."""

@@ -13,9 +13,9 @@ from moving_pair import FACTS, QUESTION, Pair, two_shards
 from redis.asyncio import Redis
 from tiered_shard import chunk_files
 
-from deployments.memory_calls import MoveCall, MoveReport
+from deployments.memory_calls import ForgetCall, MoveCall, MoveReport
 from deployments.mover import _Move
-from sharding.errors import EngineFailed, InvalidRequest, Unavailable
+from sharding.errors import EngineFailed, InvalidRequest, Unavailable, WrongShard
 from sharding.ids import ShardId, UserId
 from sharding.move import DROP_TRIES, Do, End, Outcome
 from sharding.placement import PlacementPolicy
@@ -105,6 +105,43 @@ async def test_a_move_that_is_cut_off_anywhere_leaves_one_owner_who_serves_every
     await pair.everything_is_served_by_one()
     assert (await pair.move()).end is End.MOVED
     await pair.everything_is_served_by_one()
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["it moves", "it stays"])
+async def test_a_deletion_waits_for_a_move_and_leaves_nothing_on_either_shard(
+    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    before = await pair.placement()
+    copied, gate = asyncio.Event(), asyncio.Event()
+    copy_tail = _Move._copy_tail
+
+    async def held(move: _Move) -> None:
+        copied.set()
+        await gate.wait()
+        if fails:
+            raise Unavailable("the way there is lost")
+        await copy_tail(move)
+
+    monkeypatch.setattr(_Move, "_copy_tail", held)
+    moving = asyncio.create_task(pair.move())
+    await copied.wait()
+    source = pair.shards[before.shard].shard
+    deleting = asyncio.create_task(source.ask(ForgetCall("r", before)))
+    await asyncio.sleep(0.05)
+    assert not deleting.done()
+    gate.set()
+    assert (await moving).end is (End.STAYED if fails else End.MOVED)
+    if fails:
+        assert await deleting == len(FACTS)
+    else:
+        with pytest.raises(WrongShard):
+            await deleting
+        after = await pair.placement()
+        assert await pair.shards[after.shard].shard.ask(ForgetCall("r", after)) == len(FACTS)
+    for each in pair.shards.values():
+        await each.shard.users.background_done()
+        assert each.shard.tiers.ids_of("alice") == set()
+    assert chunk_files(tmp_path) == []
 
 
 @pytest.mark.parametrize("lost", [False, True], ids=["refused", "done, and not heard of"])
