@@ -145,6 +145,21 @@ def tiers(quick: Quick = False, json: Json = None, model: Model = None) -> None:
 
 
 @app.command()
+def move(quick: Quick = False, json: Json = None, model: Model = None) -> None:
+    """How fast a user moves from shard to shard, beside plain gloo, and how long writes wait for it."""
+    check_targets(json, None)
+    from benchmarks import move as bench
+    from benchmarks import move_report
+    from benchmarks.results import Report
+
+    console = Console()
+    measured = run_to_end(bench.measure(model, console, quick), console)
+    console.print(move_report.rates(measured), move_report.pauses(measured), sep="\n")
+    if json is not None:
+        Report.of("move", list(move_report.rows(measured))).write_json(json)
+
+
+@app.command()
 def search(quick: Quick = False, json: Json = None) -> None:
     """Finding facts among many: recall and time of the index, against exact search."""
     check_targets(json, None)

@@ -118,6 +118,8 @@ def build(
         chunk_shared_url=settings.chunk_shared_url,
         chunk_shared_bytes=settings.chunk_shared_bytes,
         chunk_load_deadline_s=settings.chunk_load_deadline_s,
+        rebalance=settings.rebalance,
+        move_nccl=settings.move_nccl,
         window_facts=settings.window_facts,
         prefill_nearest=settings.prefill_nearest,
         serve_stale=settings.serve_stale,

@@ -113,6 +113,10 @@ class Settings(BaseSettings):
     """Budget of the chunk files there, for the users of one shard."""
     chunk_load_deadline_s: Seconds = 0.5
     """How long a chat waits for chunks from a slower tier; what is not there by then is prefilled as text."""
+    rebalance: bool = False
+    """Move users from shards that carry much more than the others, and cold users from full ones, while they talk."""
+    move_nccl: bool = False
+    """Between GPUs, let moving users' chunks travel over NCCL, not by way of the hosts. It has never run."""
     max_requests_in_flight: Count = 64
     """Chats that one shard works on at once; one more is answered 429."""
     request_deadline_s: Seconds = 120.0

@@ -197,6 +197,12 @@ class ChunkLedger:
         held = self._holders.get(_Holder(owner, None))
         return list(held.sizes) if held is not None else []
 
+    def idle(self) -> dict[str, tuple[int, float]]:
+        """What each user has here, in bytes, and how many seconds ago they were active."""
+        now = self._clock()
+        users = {holder.owner: held for holder, held in self._holders.items() if holder.owner != SHARED}
+        return {owner: (held.bytes, now - held.used_at) for owner, held in users.items()}
+
     def bytes_used_within(self, seconds: float) -> int:
         """Bytes of the users who were active within the last `seconds`, and of the heads that they used."""
         since = self._clock() - seconds

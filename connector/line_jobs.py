@@ -47,6 +47,7 @@ class LineJobs:
         self._store = store
         self._lines: OrderedDict[str, Line] = OrderedDict()  # the one unused longest first
         self.counters = {"line_bytes": 0, "line_us": 0}  # what went over lines, and how long that took
+        self.last = (0.0, 0.0)  # when the last transfer began and ended, in seconds of this machine's monotonic clock
 
     def open(self, name: str, connect: Connect) -> None:
         """From now on moves may name the line; one that had this name is closed."""
@@ -112,7 +113,8 @@ class LineJobs:
             log.exception("Chunks did not go over a line")
         finally:
             self.counters["line_bytes"] += sum(tokens for _, tokens in move.chunks) * self._shape.token_bytes
-            self.counters["line_us"] += round((time.perf_counter() - began) * 1e6)
+            self.last = (began, time.perf_counter())
+            self.counters["line_us"] += round((self.last[1] - began) * 1e6)
         return _failed(move)
 
     def _send(self, move: Move, chunks: Sequence[Callable[[], Sent | None]], line: Line) -> dict[ChunkId, Copied]:

@@ -25,6 +25,7 @@ from deployments.copies import fence_of
 from deployments.encoder import Encoder
 from deployments.memory_calls import Accepted, ArrivedCall, DropCopyCall, OfferCall
 from deployments.resident import SPARE_S, Residents
+from deployments.usage import Rates
 from sharding.directory import not_owner
 from sharding.errors import EngineFailed, MemshardError, NotFound
 from sharding.ids import Placement, UserId
@@ -54,6 +55,7 @@ class Arrivals:
         encoder: Encoder,
         residents: Residents,
         table: UserTable,
+        rates: Rates,
         *,
         nccl: bool = False,
     ) -> None:
@@ -62,6 +64,7 @@ class Arrivals:
         self._encoder = encoder
         self._residents = residents
         self._table = table
+        self._rates = rates
         self._devices = engine.devices if nccl else ()
         self._lines: OrderedDict[str, None] = OrderedDict()
         self._coming: dict[str, asyncio.Task[Outcomes]] = {}  # by transfer
@@ -77,6 +80,7 @@ class Arrivals:
             self.counters["refused_offers"] += 1
             return Accepted()
         self._expect(call.placement.user)
+        self._rates.adopt(call.placement.user, call.load_per_s)
         known = frozenset(id_ for id_, _ in call.chunks if self._tiers.peek_held(id_))
         wanted = [ref for ref in call.chunks if ref[0] not in known and ref[0] not in self._tiers.device]
         if not wanted:
@@ -103,6 +107,8 @@ class Arrivals:
         user = call.placement.user
         await self._check(call.placement)
         here = self._tiers.ids_of(user)
+        if call.ids is None:
+            self._rates.forget(user)
         await self._encoder.forget(sorted(here if call.ids is None else here & call.ids))
 
     def close(self) -> None:
@@ -196,6 +202,7 @@ class Arrivals:
                 placement = await self._table.directory.lookup(user)
                 if (placement is None or placement.shard != self._table.me) and self._tiers.ids_of(user):
                     self.counters["guests_seen_off"] += 1
+                    self._rates.forget(user)
                     await self._residents.left(user)
                 break
             except MemshardError as error:

@@ -14,7 +14,7 @@ import logging
 import uuid
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, TypeVar
+from typing import Protocol, TypeVar
 
 from connector.chunk import ChunkId, ChunkRef
 from connector.file_writer import slices
@@ -24,11 +24,9 @@ from connector.moves import DEVICE, HOST, PEER, Move, Outcome
 from connector.port import Engine
 from connector.tiers import Tiers
 from deployments.memory_calls import Accepted, ArrivedCall, DropCopyCall, MemoryCall, OfferCall
+from deployments.usage import Rates
 from sharding.errors import EngineFailed, MemshardError, ShardGone, Unavailable, WrongShard
 from sharding.ids import Placement, ShardId
-
-if TYPE_CHECKING:
-    from deployments.shard_client import Shards  # imports Ray, which not everybody has who has a shard
 
 T = TypeVar("T")
 
@@ -41,13 +39,20 @@ ASK_S = 10.0
 log = logging.getLogger(__name__)
 
 
+class Others(Protocol):
+    """The other shards; `deployments.shard_client.Shards` says what it raises."""
+
+    async def ask(self, shard: ShardId, call: MemoryCall[T], deadline_s: float) -> T: ...
+
+
 class Courier:
     """Sends one shard's chunks to others. `shards` gives what calls those; None: they do not reach each other."""
 
-    def __init__(self, engine: Engine, tiers: Tiers, *, nccl: bool = False) -> None:
+    def __init__(self, engine: Engine, tiers: Tiers, rates: Rates, *, nccl: bool = False) -> None:
         self.engine = engine
         self.tiers = tiers
-        self.shards: Callable[[], Shards] | None = None
+        self.rates = rates
+        self.shards: Callable[[], Others] | None = None
         self.devices = engine.devices if nccl else ()
         self.lines: dict[ShardId, str] = {}
         self.turns: dict[ShardId, asyncio.Lock] = {}
@@ -65,7 +70,7 @@ class Courier:
 class Copy:
     """One user's chunks that are there, or may be."""
 
-    def __init__(self, courier: Courier, shards: Shards, placement: Placement, target: ShardId) -> None:
+    def __init__(self, courier: Courier, shards: Others, placement: Placement, target: ShardId) -> None:
         self._from = courier
         self._shards = shards
         self._placement = placement
@@ -119,7 +124,8 @@ class Copy:
         """One transfer, of as many of these chunks as the target takes at once; False where it takes none."""
         async with self._from.turns.setdefault(self._target, asyncio.Lock()):
             line = self._from.lines.setdefault(self._target, uuid.uuid4().hex)
-            about = (line, self._from.engine.model_digest, self._from.devices, tuple(refs))
+            load_per_s = self._from.rates.of(self._placement.user)
+            about = (line, self._from.engine.model_digest, self._from.devices, tuple(refs), load_per_s)
             offer = OfferCall(uuid.uuid4().hex, self._placement, *about)
             async with self._from.tiers.moves.on_the_way([id_ for id_, _ in refs], PEER):
                 self._perhaps_there.update(id_ for id_, _ in refs)

@@ -228,7 +228,8 @@ class MoveReport:
     placement: Placement
     copied_chunks: int = 0  # that the tier both see did not have before
     sent_chunks: int = 0  # from worker to worker
-    sent_bytes: int = 0  # in all of a shard's workers together
+    sent_bytes: int = 0  # by all of a shard's workers together
+    copied_s: float = 0.0  # how long the copy took that nobody waited for
     paused_s: float = 0.0  # how long writes waited
     closed_s: float = 0.0  # how long reads waited
 
@@ -259,6 +260,7 @@ class OfferCall(MemoryCall[Accepted]):
     digest: str  # of the model
     devices: tuple[str, ...]  # of the source's ranks, where NCCL may be used, else nothing
     chunks: tuple[ChunkRef, ...]
+    load_per_s: float = 0.0  # how often the user is served
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,6 +131,8 @@ class ShardStatus:
     tiers: tuple[tuple[str, int, int], ...]  # (tier, bytes held, budget in bytes)
     counters: dict[str, Any]  # chats by mode, facts added, `MemoryCounts.plain`, … since the start
     canary: Verdict
+    active_bytes: int = 0  # on the device, of users who were active lately
+    load_per_s: float = 0.0  # requests, averaged over minutes
     latencies: dict[str, dict[str, float]] = field(default_factory=dict)  # of first tokens: `recent.Recent.summary`
     stale_chunks: int = 0  # encoded behind texts that were corrected since
     stale_tokens: int = 0  # of the facts that rebuilds would encode

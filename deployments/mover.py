@@ -96,7 +96,7 @@ class _Move:
         self._copied = 0
         self._waiting = AsyncExitStack()  # ends what makes others wait
         self._paused_at = self._closed_at = 0.0
-        self._paused_s = self._closed_s = 0.0
+        self._copied_s = self._paused_s = self._closed_s = 0.0
         self._done: dict[Do, Callable[[], Awaitable[None]]] = {
             Do.COPY: self._copy,
             Do.PAUSE: self._pause,
@@ -134,7 +134,7 @@ class _Move:
         assert moving.end is not None
         stands = self._moved_to or self._placement
         sent = (0, 0) if self._copy_there is None else (self._copy_there.sent_chunks, self._copy_there.sent_bytes)
-        return MoveReport(moving.end, stands, self._copied, *sent, self._paused_s, self._closed_s)
+        return MoveReport(moving.end, stands, self._copied, *sent, self._copied_s, self._paused_s, self._closed_s)
 
     async def _outcome(self, do: Do) -> Outcome:
         try:
@@ -147,8 +147,10 @@ class _Move:
         return Outcome.DONE
 
     async def _copy(self) -> None:
+        began = time.perf_counter()
         if not await self._copied_by_workers():
             self._copied += await self._at.tiers.share(self._placement.user)
+        self._copied_s = time.perf_counter() - began
 
     async def _copy_tail(self) -> None:
         try:
@@ -183,6 +185,7 @@ class _Move:
 
     async def _forget_and_open(self) -> None:
         self._leave_copy()
+        self._at.users.rates.forget(self._placement.user)
         self._at.table.drop(self._placement)
         await self._open()
 

@@ -22,10 +22,11 @@ from typing import TYPE_CHECKING, Any
 from ray import serve
 
 from deployments import autoscaling, exposition, telemetry
+from deployments.copies import Others
 from deployments.memory_calls import DrainReport, MemoryCall
 from deployments.messages import ChatCall, ChatEvent, ShardStatus
 from deployments.settings import ShardSettings
-from deployments.shard_client import ShardClient, Shards
+from deployments.shard_client import ShardClient
 from deployments.telemetry import Carried, continued
 from sharding.client import connect
 from sharding.directory import Directory
@@ -34,6 +35,7 @@ from sharding.facts import FactStore
 from sharding.ids import ShardId, UserId
 from sharding.keys import KeySpace
 from sharding.lease import Lease
+from sharding.move_turns import MoveTurns
 from sharding.placement import PlacementPolicy, ShardReport
 from sharding.sealing import Seal
 
@@ -99,6 +101,12 @@ class ShardReplica:
             shard.courier.shards = cache(partial(_others, context))
             sweeping = asyncio.create_task(shard.janitor(self._me, self._directory).run())
             undo.callback(sweeping.cancel)
+            settle_s = 2 * settings.heartbeat_interval_s
+            turns = MoveTurns(redis, keys)
+            self._rebalancer = shard.rebalancer(self._me, turns, settle_s=settle_s, active_s=settings.active_s)
+            if settings.rebalance:
+                balancing = asyncio.create_task(self._rebalancer.run())
+                undo.callback(balancing.cancel)
             await self._beat()
             undo.push_async_callback(self._retire)
             self._beating = asyncio.create_task(self._keep_beating())
@@ -165,11 +173,14 @@ class ShardReplica:
                 "moved_users": shard.mover.moved_users,
                 **shard.courier.counters,
                 **shard.arrivals.counters,
+                **self._rebalancer.counters,
                 **shard.memory_counts.plain(),
                 **shard.tiers.counters,
                 **shard.rebuilds.counters,
             },
             canary=shard.canary.verdict,
+            active_bytes=shard.ledger.bytes_used_within(self._settings.active_s),
+            load_per_s=shard.usage.rates.all(),
             latencies=telemetry.RECENT.summary(),
             stale_chunks=stale_chunks,
             stale_tokens=stale_tokens,
@@ -333,7 +344,7 @@ def _bind_cores(settings: ShardSettings, slot: int) -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 
-def _others(context: Any) -> Shards:
+def _others(context: Any) -> Others:
     """How this replica calls the others of its deployment."""
     return ShardClient(serve.get_deployment_handle(context.deployment, context.app_name))
 

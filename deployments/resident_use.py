@@ -26,6 +26,7 @@ class ResidentUse:
     def __init__(self, table: UserTable, residents: Residents, usage: UsageNotes) -> None:
         self._table = table
         self._usage = usage
+        self.rates = usage.rates
         self._residents = residents
         self._closed: dict[UserId, asyncio.Event] = {}
         self._moving: defaultdict[UserId, list[asyncio.Event]] = defaultdict(list)

@@ -57,6 +57,7 @@ from deployments.messages import ChatCall, ChatDelta, ChatEvent, ChatFinished, C
 from deployments.mover import Mover
 from deployments.ports import Embeds
 from deployments.quotas import Quotas
+from deployments.rebalancer import Rebalancer
 from deployments.rebuilds import Rebuilds
 from deployments.resident import Residents
 from deployments.resident_use import ResidentUse
@@ -66,6 +67,7 @@ from sharding.directory import Directory
 from sharding.errors import Busy, EngineFailed
 from sharding.facts import FactStore
 from sharding.ids import ShardId, UserId
+from sharding.move_turns import MoveTurns
 from sharding.rebuilding import RebuildPolicy
 from sharding.user_memory import UserTable
 
@@ -123,9 +125,9 @@ class Shard:
             max_fact_tokens=max_fact_tokens,
         )
         self.rebuilds = Rebuilds(table, self.users, residents, rebuilding or RebuildPolicy())
-        self.courier = Courier(engine, tiers, nccl=nccl)
+        self.courier = Courier(engine, tiers, self.usage.rates, nccl=nccl)
         self.mover = Mover(tiers, residents, self.users, table, self.courier)
-        self.arrivals = Arrivals(engine, tiers, encoder, residents, table, nccl=nccl)
+        self.arrivals = Arrivals(engine, tiers, encoder, residents, table, self.usage.rates, nccl=nccl)
         self.distillation = Distillation(
             self.users, residents, store, reads, writes, embedder, ModelDistiller(engine, template)
         )
@@ -167,6 +169,10 @@ class Shard:
     def janitor(self, me: ShardId, directory: Directory) -> Janitor:
         """Who removes files of users that are not this shard's."""
         return Janitor(me, self.tiers, self.residents, self.table, directory, self.store)
+
+    def rebalancer(self, me: ShardId, turns: MoveTurns, *, settle_s: float, active_s: float) -> Rebalancer:
+        """Who moves users away where this shard carries too much."""
+        return Rebalancer(me, self.mover, self.usage.rates, turns, settle_s=settle_s, active_s=active_s)
 
     async def flush(self, deadline_s: float) -> None:
         """Returns when what is in memory is in files, or the deadline has passed: what is not is encoded again."""

@@ -117,6 +117,14 @@ class KeySpace:
         """There for a while after the first heartbeat that follows on none."""
         return f"{self.shards()}::settling"
 
+    def turn(self) -> str:
+        """Which shard moves users away; two colons, because a shard may be called anything."""
+        return f"{self.shards()}::turn"
+
+    def moves(self) -> str:
+        """Who moved lately."""
+        return f"{self.shards()}::moves"
+
     def shard(self, shard: ShardId) -> str:
         return f"{self.shards()}:{_escape(shard)}"
 

@@ -8,14 +8,13 @@ from typing import Any
 
 from deployments.memory_calls import MemoryCall
 from deployments.shard import Shard
-from deployments.shard_client import Shards
 from sharding.errors import ShardGone
 from sharding.ids import ShardId
 
 Before = Callable[[ShardId, MemoryCall[Any]], Awaitable[None]]
 
 
-class Neighbours(Shards):
+class Neighbours:
     """`before` is awaited before a call, `after` between its answer and whoever asked; either may raise."""
 
     def __init__(self, shards: dict[ShardId, Shard]) -> None:

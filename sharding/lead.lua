@@ -1,0 +1,7 @@
+-- Whose turn it is to move users away. KEYS[1] the turn. ARGV shard, how long it lasts in ms. Returns 1 for its holder.
+local holder = redis.call('GET', KEYS[1])
+if holder and holder ~= ARGV[1] then
+  return 0
+end
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+return 1
