@@ -137,6 +137,7 @@ def build(
     gateway_settings = GatewaySettings(
         model=model,
         expected_shards=settings.shards,
+        most_shards=settings.most_shards,
         default_top_k=settings.top_k,
         deadline_s=settings.request_deadline_s,
         patience_s=settings.heartbeat_ttl_s + 3.0,  # until a shard that cannot be reached counts as gone

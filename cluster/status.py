@@ -51,7 +51,9 @@ def canary_table(status: dict[str, Any]) -> Table:
 def table(status: dict[str, Any]) -> Table:
     """One row a shard, out of the answer to GET /status; where there are several, a last row with the sums."""
     shards: list[dict[str, Any]] = status["shards"]
-    drawn = Table(title=f"{status['model']}: {len(shards)} of {status['expected']} shards", show_footer=len(shards) > 1)
+    least, most = status["expected"], status["most"]
+    wanted = f"{least} to {most}" if most > least else f"{least}"
+    drawn = Table(title=f"{status['model']}: {len(shards)} of {wanted} shards", show_footer=len(shards) > 1)
     drawn.add_column("shard", footer="all", overflow="fold")
     drawn.add_column("state")
     drawn.add_column("memory")

@@ -70,6 +70,7 @@ def health_routes(shards: Shards, owners: Owners, settings: GatewaySettings) -> 
         return {
             "model": settings.model,
             "expected": settings.expected_shards,
+            "most": max(settings.expected_shards, settings.most_shards),
             "shards": await asyncio.gather(*(_says(ask, report, deadline_s) for report in reports)),
         }
 

@@ -19,7 +19,8 @@ class GatewaySettings:
     """Settings of one gateway process."""
 
     model: str  # the name that is served, and that requests must give
-    expected_shards: int = 1  # replicas that the cluster is meant to have, for /status
+    expected_shards: int = 1  # replicas that the cluster is meant to have at least, for /status
+    most_shards: int = 0  # as many as there may be where their number follows the load; 0: `expected_shards`
     default_top_k: int = 10  # facts retrieved for a chat that does not say
     max_top_k: int = 100
     deadline_s: float = 120.0  # the longest that a request may take in all, its last token included

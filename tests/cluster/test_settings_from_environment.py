@@ -77,3 +77,10 @@ def test_a_bad_value_is_one_line_that_names_its_variable(
 
 def test_every_field_says_what_it_means() -> None:
     assert [name for name, field in Settings.model_fields.items() if not field.description] == []
+
+
+def test_a_shard_that_is_too_many_may_end_whatever_it_was_asked() -> None:
+    assert Settings(shards=2).shard_stop_s == Settings(shards=2).stop_deadline_s
+    settings = Settings(shards=2, max_shards=3, request_deadline_s=90.0)
+    assert settings.shard_stop_s > settings.request_deadline_s
+    assert Settings(shards=2, max_shards=3, stop_deadline_s=500.0).shard_stop_s == 500.0

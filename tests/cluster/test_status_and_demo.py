@@ -32,9 +32,9 @@ BUSY = ShardStatus(
 )
 
 
-def drawn(shards: list[dict[str, Any]]) -> str:
+def drawn(shards: list[dict[str, Any]], most: int = 2) -> str:
     console = Console(file=io.StringIO(), width=200)
-    console.print(table({"model": "smollm2", "expected": 2, "shards": json.loads(json.dumps(shards))}))
+    console.print(table({"model": "smollm2", "expected": 2, "most": most, "shards": json.loads(json.dumps(shards))}))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -68,6 +68,7 @@ def test_each_shard_says_what_its_canary_found() -> None:
 
 def test_no_shards_is_a_table_too() -> None:
     assert "0 of 2 shards" in drawn([])
+    assert "0 of 2 to 5 shards" in drawn([], most=5)
 
 
 def test_an_answer_is_put_together_from_its_stream() -> None:

@@ -60,7 +60,7 @@ async def test_status_has_every_live_shard_and_says_which_do_not_answer(
 ) -> None:
     cluster.shards.kill(ShardId("shard-b"), heartbeat_remains=True)
     status = (await client.get("/status")).json()
-    assert (status["model"], status["expected"]) == (MODEL, 2)
+    assert (status["model"], status["expected"], status["most"]) == (MODEL, 2, 2)
     answered, silent = status["shards"]
     assert (answered["shard"], answered["reachable"], answered["tiers"]) == ("shard-a", True, [["device", 10, 100]])
     assert (silent["shard"], silent["reachable"]) == ("shard-b", False)
