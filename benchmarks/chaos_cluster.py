@@ -155,7 +155,7 @@ class ChaosCluster:
         await self.whole(START_S)
 
     def _start_ray(self) -> None:
-        from cluster.ray_node import APPLICATION, ENVIRONMENT
+        from cluster.ray_node import APPLICATION, ENVIRONMENT, hush
 
         os.environ.update(ENVIRONMENT)
         import ray
@@ -176,6 +176,7 @@ class ChaosCluster:
         for _ in range(SHARD_NODES):
             self.add_node()
         quiet = {"log_to_driver": False, "logging_level": logging.CRITICAL}
+        hush()
         ray.init(address=self._ray.address, namespace=settings.namespace, **quiet)
         for name in ("ray", "ray.serve"):
             logging.getLogger(name).setLevel(logging.CRITICAL)

@@ -84,8 +84,12 @@ class Line:
     points: Mapping[float, Spread]
 
 
-def plot_lines(path: Path, lines: Sequence[Line], *, title: str, x: str, y: str) -> None:
-    """Write a PNG: medians as lines, quartiles as error bars, `x` and `y` (with units) beside the axes.
+MOST_TICKS = 20
+
+
+def plot_lines(path: Path, lines: Sequence[Line], *, title: str, x: str, y: str, bottom: float = 0.0) -> None:
+    """Write a PNG: medians as lines, quartiles as error bars, `x` and `y` (with units) beside the axes; `bottom`: where
+    the y axis begins.
 
     Raises:
         MemshardError: matplotlib is not installed, or `path` cannot be written.
@@ -103,10 +107,14 @@ def plot_lines(path: Path, lines: Sequence[Line], *, title: str, x: str, y: str)
         below = [spread.median - spread.q1 for spread in spreads]
         above = [spread.q3 - spread.median for spread in spreads]
         medians = [spread.median for spread in spreads]
-        axes.errorbar(at, medians, yerr=(below, above), label=line.name, marker="o", capsize=3)
+        axes.errorbar(
+            at, medians, yerr=(below, above), label=line.name, marker="." if len(at) > MOST_TICKS else "o", capsize=3
+        )
     axes.set(title=title, xlabel=x, ylabel=y)
-    axes.set_xticks(sorted({at for line in lines for at in line.points}))
-    axes.set_ylim(bottom=0)
+    ticks = sorted({at for line in lines for at in line.points})
+    if len(ticks) <= MOST_TICKS:
+        axes.set_xticks(ticks)
+    axes.set_ylim(bottom=bottom)
     axes.grid(alpha=0.3)
     axes.legend()
     try:

@@ -44,7 +44,7 @@ USER = UserId("ada")
 class StandIn:
     """A shard that answers at once, or never."""
 
-    async def ask(self, call: ForgetCall) -> int:
+    async def ask(self, call: ForgetCall, along: object = None) -> int:
         if call.request_id == "never":
             await asyncio.Event().wait()
         return 0
@@ -192,8 +192,10 @@ def _serving(console: Console) -> Iterator[tuple[Any, Any]]:
     from ray.serve.config import RequestRouterConfig
 
     from cluster import processes
+    from cluster.ray_node import hush
 
     processes.adopt_orphans()
+    hush()
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "include_dashboard": False}
     try:
         with console.status("Starting Ray and Serve"):

@@ -59,8 +59,8 @@ def measure(console: Console, counts: tuple[int, ...]) -> Iterator[Found]:
 
 def table(found: list[Found]) -> Table:
     drawn = Table(title=f"Finding {K} facts, milliseconds, median (quartiles) of {QUESTIONS} questions")
-    for heading in ("vectors", "facts", "by", "recall", "search", "exact search", "adding one", "graph built in s"):
-        drawn.add_column(heading, justify="left" if heading in ("vectors", "by") else "right")
+    for heading in ("vectors", "facts", "by", "recall", "search", "exact", "add one", "built, s"):
+        drawn.add_column(heading, justify="left" if heading in ("vectors", "by") else "right", no_wrap=True)
     for one in found:
         drawn.add_row(
             one.kind,

@@ -76,7 +76,7 @@ def simulate(
             Line("load", {float(m.at): Spread.of([m.load_ratio]) for m in result.minutes}),
         ]
         title = f"{result.users} users on {result.shards} shards"
-        plot_lines(plot, lines, title=title, x="virtual minutes", y="largest shard over the mean")
+        plot_lines(plot, lines, title=title, x="virtual minutes", y="largest shard over the mean", bottom=1.0)
 
 
 def _table(result: Simulated) -> Table:

@@ -59,6 +59,7 @@ class RayNode:
         os.environ.update(ENVIRONMENT)  # inherited by every process of the node
         import ray
 
+        hush()
         try:
             ray.init(
                 address="local",
@@ -142,6 +143,14 @@ class RayNode:
         shutil.rmtree(self.logs, ignore_errors=True)
         for logs in self._directory.glob("session_2*/logs"):
             shutil.copytree(logs, self.logs, dirs_exist_ok=True, ignore_dangling_symlinks=True)
+
+
+def hush() -> None:
+    """From `ray.init` on, Ray writes a paragraph to this process' stdout for each process of the cluster that dies,
+    `log_to_driver` or not. Its logs have it."""
+    from ray._private import worker
+
+    worker.print_to_stdstream = lambda *_, **__: None
 
 
 def summary(status: ServeStatus) -> str:

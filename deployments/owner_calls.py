@@ -26,7 +26,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-from deployments.messages import ChatCall, ChatEvent
+from deployments.messages import ChatCall, ChatEvent, ChatStarted
 from deployments.owners import Owners
 from deployments.shard_client import Shards
 from deployments.telemetry import FIRST_TOKEN, RETRIES, about, step
@@ -176,17 +176,26 @@ class OwnerCalls:
                 placement, shard = await self._awake(partial(self._for_chat, user), left_s)
             about(user=user, shard=shard, epoch=placement.epoch if placement is not None else None)
             started = False
+            held: list[
+                ChatEvent
+            ] = []  # goes out with the first token: until then nothing was sent, and all can be retried
             try:
                 events = self._shards.chat(shard, replace(call, placement=placement), left_s())
                 async with aclosing(events):
                     while True:
                         async with self._owners.watched(shard):
                             event = await anext(events, None)
+                        if isinstance(event, ChatStarted):
+                            held.append(event)
+                            continue
+                        if event is not None and not started:
+                            FIRST_TOKEN.labels(call.mode, "gateway").observe(time.perf_counter() - began)
+                            started = True
+                        for one in held:
+                            yield one
+                        held.clear()
                         if event is None:
                             return
-                        if not started:
-                            FIRST_TOKEN.labels(call.mode, "gateway").observe(time.perf_counter() - began)
-                        started = True
                         yield event
             except (WrongShard, ShardGone, Unavailable) as error:
                 failures.append(await self._misplaced(shard, user, error))

@@ -98,6 +98,7 @@ class FakeShard:
     chats: list[ChatCall] = field(default_factory=list)
     refuse_with: MemshardError | None = None  # instead of starting
     then: Callable[[], None] = lambda: None  # after a refusal
+    fail_with: Exception | None = None  # after the start, before the first piece of text
     break_with: Exception | None = None  # after the first piece of text
     stall: bool = False  # after the first piece of text, for ever
     stall_before_start: bool = False
@@ -140,6 +141,8 @@ class FakeShards(Shards):
             facts = list(here.facts.get(call.placement.user, {})) if call.placement and call.mode != "off" else []
             use = MemoryUse(call.mode, tuple(facts[: call.top_k]), memory_tokens=7, injected_tokens=7)  # as planned
             yield ChatStarted(20, use)
+            if here.fail_with is not None:
+                raise here.fail_with
             yield ChatDelta("You said: ")
             if here.break_with is not None:
                 raise here.break_with

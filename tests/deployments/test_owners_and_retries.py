@@ -125,6 +125,18 @@ async def test_a_shard_lost_in_the_middle_of_an_answer_is_an_error_and_not_a_sec
     assert (await ask(client)).status_code == 200, "the next request goes to another shard"
 
 
+async def test_a_shard_lost_between_its_start_and_its_first_token_costs_a_retry_and_no_answer(
+    client: httpx.AsyncClient, cluster: Cluster
+) -> None:
+    owner = await owner_after_a_chat(client, cluster)
+    owner.fail_with = ShardGone("Shard died.", certain=True)
+    response = await ask(client, stream=True)
+    assert response.text.count('"role":"assistant"') == 1
+    assert response.text.count("You said: ") == 1
+    assert response.text.endswith("data: [DONE]\n\n")
+    assert len(cluster.other_than(owner).chats) == 1
+
+
 async def test_placed_users_and_strangers_are_served_while_redis_is_away(
     client: httpx.AsyncClient, cluster: Cluster
 ) -> None:
