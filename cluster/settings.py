@@ -20,7 +20,7 @@ from pydantic import Field, SecretStr, ValidationError, field_validator, model_v
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from sharding.errors import StartupError
-from sharding.sealing import Seal
+from sharding.sealing import HeldSecret, Seal
 
 PREFIX = "MEMSHARD_"
 LEAVE_S = 20.0
@@ -213,18 +213,18 @@ class Settings(BaseSettings):
             raise ValueError(f"{PREFIX}REQUIRE_KEYS may be false on a loopback address only, and {self.host} is none")
         return self
 
-    def encryption_secret(self) -> str | None:
-        """The secret that what people said is encrypted with, or None.
+    def encryption_secret(self) -> HeldSecret | None:
+        """The secret that what people said is encrypted with, or None. Every process finds it for itself.
 
         Raises:
-            StartupError: the file cannot be read, or what it holds is no secret.
+            StartupError: it is not where every process can find it, or what is there is no secret.
         """
-        secret = None if self.encryption_key is None else self.encryption_key.get_secret_value()
         if self.encryption_key_file is not None:
-            try:
-                secret = self.encryption_key_file.read_text().strip()
-            except (OSError, UnicodeDecodeError) as failure:
-                raise StartupError(f"{PREFIX}ENCRYPTION_KEY_FILE cannot be read: {failure}") from failure
+            secret = HeldSecret.found(file=str(self.encryption_key_file))
+        elif self.encryption_key is not None:
+            secret = HeldSecret.found(variable=f"{PREFIX}ENCRYPTION_KEY")
+        else:
+            return None
         Seal(secret)  # refuses what is none
         return secret
 

@@ -18,7 +18,9 @@ import base64
 import binascii
 import hashlib
 import hmac
+import os
 import secrets
+from pathlib import Path
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -28,6 +30,42 @@ from sharding.errors import MemshardError, StartupError
 VERSION = b"\x01"
 NONCE_BYTES = 12
 SECRET_BYTES = 32
+
+
+class HeldSecret(str):
+    """A secret as text that stays in this process: pickled, it is the place where it was found and its digest, and who
+    unpickles it looks there, too. So it is in nothing that is kept of a deployment, nor in a message.
+
+    The place is a file's path, or the name of a variable of the environment.
+    """
+
+    __slots__ = ("file", "variable")
+    variable: str | None
+    file: str | None
+
+    @classmethod
+    def found(cls, *, variable: str | None = None, file: str | None = None) -> HeldSecret:
+        """The secret that is there. Raises `StartupError`."""
+        try:
+            text = os.environ[variable] if variable is not None else Path(file or "").read_text()
+        except (KeyError, OSError, UnicodeDecodeError) as failure:
+            raise StartupError(f"The encryption key is not to be read from {variable or file} here") from failure
+        secret = cls(text.strip())
+        secret.variable, secret.file = variable, file
+        return secret
+
+    @classmethod
+    def _found_again(cls, variable: str | None, file: str | None, digest: bytes) -> HeldSecret:
+        secret = cls.found(variable=variable, file=file)
+        if not hmac.compare_digest(_digest(secret), digest):
+            raise StartupError(f"The encryption key in {variable or file} is not the same for all processes")
+        return secret
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return HeldSecret._found_again, (self.variable, self.file, _digest(self))
+
+    def __repr__(self) -> str:
+        return "HeldSecret(…)"
 
 
 class Unreadable(MemshardError):
@@ -98,6 +136,10 @@ class Seal:
         if self._cipher is None:
             return digest
         return hmac.new(self._hash_key, digest.encode(), hashlib.sha256).hexdigest()
+
+
+def _digest(secret: str) -> bytes:
+    return hashlib.blake2b(secret.encode(), digest_size=16, person=b"memshard-secret").digest()
 
 
 def new_secret() -> str:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import pickle
 from pathlib import Path
+from typing import Any
 
+import cloudpickle
 import pytest
 from typer.testing import CliRunner
 
-from cluster import keys, serve
+from cluster import app, keys, serve
 from cluster.embedded_redis import EmbeddedRedis
 from cluster.settings import Settings
 from sharding.api_keys import ApiKey, KeyStore
 from sharding.client import connect
 from sharding.errors import InvalidRequest, NotFound, StartupError
 from sharding.keys import KeySpace
+from sharding.sealing import new_secret
 
 
 @pytest.fixture
@@ -107,5 +112,40 @@ def test_the_encryption_key_comes_from_the_environment_or_a_file(
     with pytest.raises(StartupError, match="not base64"):
         Settings.from_environment().encryption_secret()
     (state_dir / "key").unlink()
-    with pytest.raises(StartupError, match="MEMSHARD_ENCRYPTION_KEY_FILE cannot be read"):
+    with pytest.raises(StartupError, match=r"not to be read from .*key here"):
         Settings.from_environment().encryption_secret()
+
+
+@pytest.mark.parametrize("place", ["variable", "file"])
+def test_the_encryption_key_is_in_nothing_that_ray_keeps_and_every_process_finds_it(
+    state_dir: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    secret = new_secret()
+
+    def put(text: str) -> None:
+        (state_dir / "key").write_text(f"{text}\n")
+        monkeypatch.setenv("MEMSHARD_ENCRYPTION_KEY", text)
+
+    put(secret)
+    if place == "file":
+        monkeypatch.setenv("MEMSHARD_ENCRYPTION_KEY_FILE", str(state_dir / "key"))
+    application: Any = app.build(
+        Settings.from_environment(), redis_url="unix:///r", model_path=state_dir, embedding_path=state_dir
+    )
+    gateway = application._bound_deployment
+    shards = gateway.init_args[0]._bound_deployment
+    for bound, settings in ((shards, shards.init_args[0]), (gateway, gateway.init_args[1].args[0])):
+        assert settings.encryption_key == secret, "it would be found"
+        sent = cloudpickle.dumps((bound.init_args[bound is gateway :], bound.init_kwargs))
+        kept = secret.encode()
+        assert kept not in sent
+        assert base64.b64decode(kept) not in sent
+        assert secret not in repr(settings)
+        assert pickle.loads(pickle.dumps(settings)).encryption_key == secret
+    put(new_secret())
+    with pytest.raises(StartupError, match="not the same for all processes"):
+        pickle.loads(sent)
+    monkeypatch.delenv("MEMSHARD_ENCRYPTION_KEY")
+    (state_dir / "key").unlink()
+    with pytest.raises(StartupError, match="not to be read from"):
+        pickle.loads(sent)
