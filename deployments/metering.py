@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import time
 
-from opentelemetry import propagate, trace
+from opentelemetry import propagate
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from deployments.telemetry import REQUEST, REQUESTS, begun
+from deployments.telemetry import REQUEST, REQUESTS, begun, span
 
 QUIET = {"/healthz", "/readyz", "/metrics", "/status", "/"}
 """Asked all the time by machines: counted, and not logged."""
@@ -25,7 +25,6 @@ class Meter:
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._tracer = trace.get_tracer("memshard")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -43,16 +42,24 @@ class Meter:
 
         parent = propagate.extract(dict(Headers(scope=scope)))
         try:
-            with self._tracer.start_as_current_span(f"{scope['method']} {scope['path']}", context=parent):
-                await self._app(scope, receive, counted)
+            with span(scope["method"], parent) as whole:
+                try:
+                    await self._app(scope, receive, counted)
+                finally:
+                    whole.update_name(f"{scope['method']} {_route(scope)}")
         finally:
             _note(scope, status, time.perf_counter() - began)
 
 
 def _note(scope: Scope, status: int, took_s: float) -> None:
-    route = getattr(scope.get("route"), "path", "none")  # a path that no route has may be anything: it is no label
+    route = _route(scope)
     REQUESTS.labels(scope["method"], route, status).inc()
     REQUEST.labels(route).observe(took_s)
     if route not in QUIET:
         fields = {"method": scope["method"], "route": route, "status": status, "took_s": round(took_s, 4)}
         log.info("answered", extra={"fields": fields})
+
+
+def _route(scope: Scope) -> str:
+    """The path as it was declared: the one that was asked for holds names, or anything at all."""
+    return str(getattr(scope.get("route"), "path", "none"))

@@ -124,7 +124,7 @@ class ShardReplica:
             try:
                 async for event in events:
                     yield event
-            except MemshardError as error:
+            except Exception as error:  # noqa: BLE001  # the process' edge
                 yield self._told(error)
 
     async def ask(self, call: MemoryCall[Any], along: Carried | None = None, leaving: bool = False) -> Any:
@@ -133,7 +133,7 @@ class ShardReplica:
         continued(along, user=call.placement.user, epoch=call.placement.epoch)
         try:
             return await self._shard.ask(call)
-        except MemshardError as error:
+        except Exception as error:  # noqa: BLE001  # likewise
             return self._told(error)
 
     async def leave(self, user: UserId) -> MemshardError | None:
@@ -144,8 +144,12 @@ class ShardReplica:
             return self._told(error)
         return None
 
-    def _told(self, error: MemshardError) -> MemshardError:
-        """A shard whose engine died is gone. Serve takes seconds to replace its replica; its users need not wait."""
+    def _told(self, error: Exception) -> MemshardError:
+        """A shard whose engine died is gone. Serve takes seconds to replace its replica; its users need not wait. What
+        nobody expected is logged here, by us: raised, Ray would log all that it quotes."""
+        if not isinstance(error, MemshardError):
+            log.error("A call failed", exc_info=error)
+            return EngineFailed("The shard failed to answer this request.")
         if isinstance(error, EngineFailed) and self._shard.engine.dead:
             return ShardGone(error.message, certain=True)
         return error

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
 from deployments.resident import Residents
+from deployments.telemetry import said
 from deployments.usage import UsageNotes
 from sharding.errors import WrongShard
 from sharding.ids import Placement, UserId
@@ -103,7 +104,7 @@ class ResidentUse:
         def done(task: asyncio.Task[None]) -> None:
             self._background.discard(task)
             if not task.cancelled() and (error := task.exception()) is not None:
-                log.warning("%s: %s", else_, error)
+                log.warning("%s: %s", else_, said(error))
 
         task = asyncio.create_task(work)
         self._background.add(task)

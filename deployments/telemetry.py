@@ -6,7 +6,8 @@
 
 Durations are kept in `prometheus_client`'s registry of the process, as vLLM's own metrics are; `exposition.py` makes
 one page of all processes. Spans go to an OTLP endpoint where one is set, and cost next to nothing where none is.
-Nothing here ever holds the text of a fact, a question or an answer; a user is a digest.
+Nothing here ever holds the text of a fact, a question or an answer; a user is a digest. Exceptions of others may quote
+what they were given, so of those only the type is told, and where it was raised (`said`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import json
 import logging
 import sys
 import time
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -23,11 +25,13 @@ from datetime import UTC, datetime
 from typing import Any
 
 from opentelemetry import context, propagate, trace
+from opentelemetry.context import Context
 from prometheus_client import Counter, Histogram, disable_created_metrics
 
 from deployments.messages import MemoryUse
 from deployments.recent import Recent
 from deployments.settings import TelemetrySettings
+from sharding.errors import MemshardError
 
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
@@ -49,6 +53,9 @@ RETRIES = Counter("memshard_retries", "Calls sent again because the shard was no
 Carried = dict[str, str]
 """What goes along with a call to a shard: `request_id`, and the trace's context."""
 
+SPEAK_OF_THE_MACHINE = (MemshardError, OSError, RuntimeError, MemoryError, ImportError, AssertionError)
+MOST_CAUSES = 10
+
 _about: ContextVar[dict[str, Any]] = ContextVar("memshard_about")
 _tracer = trace.get_tracer("memshard")
 
@@ -57,11 +64,40 @@ _tracer = trace.get_tracer("memshard")
 def step(walk: str, name: str) -> Iterator[None]:
     """A step of `walk` is taken inside; whatever is awaited in it counts. Not for generators that yield inside."""
     began = time.perf_counter()
-    with _tracer.start_as_current_span(f"{walk} {name}"):
+    with span(f"{walk} {name}"):
         try:
             yield
         finally:
             STEP.labels(walk, name).observe(time.perf_counter() - began)
+
+
+@contextmanager
+def span(name: str, parent: Context | None = None) -> Iterator[trace.Span]:
+    """A span that tells of an exception what `said` does."""
+    with _tracer.start_as_current_span(
+        name, context=parent, record_exception=False, set_status_on_exception=False
+    ) as started:
+        try:
+            yield started
+        except Exception as error:
+            started.set_status(trace.StatusCode.ERROR, said(error))
+            raise
+
+
+def said(error: BaseException) -> str:
+    """What may be told of an exception: all of one that speaks of us or of the machine, the type of any other."""
+    name = type(error).__qualname__
+    return f"{name}: {error}" if isinstance(error, SPEAK_OF_THE_MACHINE) else name
+
+
+def _trace(error: BaseException) -> str:
+    """The frames of an exception and of those that led to it, the first one first."""
+    told: list[str] = []
+    now: BaseException | None = error
+    while now is not None and len(told) < MOST_CAUSES:
+        told.append("".join(traceback.format_tb(now.__traceback__)) + said(now))
+        now = now.__cause__ or (None if now.__suppress_context__ else now.__context__)
+    return "\nwhich led to:\n".join(reversed(told))
 
 
 def first_token(began_ns: int, use: MemoryUse) -> None:
@@ -152,5 +188,5 @@ class JsonLines(logging.Formatter):
             **getattr(record, "fields", {}),
         }
         if record.exc_info:
-            line["trace"] = self.formatException(record.exc_info)
+            line["trace"] = _trace(record.exc_info[1]) if record.exc_info[1] is not None else None
         return json.dumps(line, ensure_ascii=False, default=str)

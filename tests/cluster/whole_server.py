@@ -16,6 +16,7 @@ import psutil
 
 from cluster.models import prepare_language_model
 from cluster.settings import Settings
+from sharding.sealing import new_secret
 
 START_S = 300.0  # 40 s on two idle cores
 MODEL = "smollm2-135m-instruct"
@@ -31,6 +32,7 @@ class WholeServer:
         self.state_dir = state_dir
         self.url = f"http://127.0.0.1:{self.port}"
         (state_dir / "models").mkdir(parents=True)
+        (state_dir / "key").write_text(new_secret())
         (state_dir / "models" / self._prepared.name).symlink_to(self._prepared)
 
     def start(self) -> None:
@@ -44,6 +46,9 @@ class WholeServer:
             "MEMSHARD_KV_CACHE_BYTES": str(256 << 20),
             "MEMSHARD_CHUNK_DEVICE_BYTES": str(64 << 20),
             "MEMSHARD_CHUNK_SHARED_URL": str(self.state_dir / "shared"),
+            "MEMSHARD_ENCRYPTION_KEY_FILE": str(self.state_dir / "key"),
+            "MEMSHARD_LOG_LEVEL": "DEBUG",
+            "VLLM_LOGGING_LEVEL": "DEBUG",
         }
         for name in ("VLLM_CPU_OMP_THREADS_BIND", "VLLM_ALLOW_INSECURE_SERIALIZATION"):
             environment.pop(name, None)  # other tests in this process set them for engines of their own

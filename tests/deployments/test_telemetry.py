@@ -109,6 +109,44 @@ def test_a_failure_is_one_line_with_its_trace(lines: list[str]) -> None:
     assert line["trace"].endswith("RuntimeError: broken")
 
 
+def quoted() -> None:
+    """Raises what quotes a fact, as others' exceptions may."""
+    try:
+        raise UnicodeDecodeError("utf-8", SECRET.encode(), 0, 1, SECRET)
+    except ValueError as error:
+        raise KeyError(SECRET) from error
+
+
+def test_what_others_exceptions_quote_is_in_no_line(lines: list[str]) -> None:
+    try:
+        quoted()
+    except KeyError:
+        logging.getLogger("deployments.shard").exception("it failed")
+    line = json.loads(lines[-1])
+    assert SECRET not in lines[-1]
+    assert [part for part in line["trace"].split() if part.endswith("Error")] == ["UnicodeDecodeError", "KeyError"]
+    assert "in quoted" in line["trace"]
+
+
+async def test_what_others_exceptions_quote_is_in_no_span_nor_is_a_user(
+    exporter: InMemorySpanExporter, client: httpx.AsyncClient, cluster: Cluster
+) -> None:
+    exporter.clear()
+    with pytest.raises(KeyError), step("chat", "search"):
+        quoted()
+    cluster.place("ada-lovelace")
+    cluster.shards.of("ada-lovelace").break_with = KeyError(SECRET)
+    chat = {"model": MODEL, "messages": [{"role": "user", "content": SECRET}], "user_id": "ada-lovelace"}
+    assert (await client.post("/v1/chat/completions", json=chat)).status_code == 500
+    await client.delete("/v2/entities/user/ada-lovelace/")
+    spans = exporter.get_finished_spans()
+    told = " ".join(span.to_json() for span in spans)
+    assert {"chat search", "POST /v1/chat/completions"} < {span.name for span in spans}
+    assert "KeyError" in told
+    assert SECRET not in told
+    assert "ada-lovelace" not in told
+
+
 async def test_a_request_is_one_trace_with_a_span_a_step_across_processes(
     exporter: InMemorySpanExporter, client: httpx.AsyncClient, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
