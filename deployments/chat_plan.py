@@ -63,7 +63,8 @@ class ChatPlanner:
         token_ids = await asyncio.to_thread(self._template.plain, call.messages)
         room = self._engine.max_model_len
         max_tokens = self._max_tokens(call, len(token_ids))
-        return ChatPlan(plan_plain(token_ids, call.asker, max_model_len=room, max_tokens=max_tokens), use, max_tokens)
+        asker = None if call.asker is None else self._residents.cached_as(call.asker)
+        return ChatPlan(plan_plain(token_ids, asker, max_model_len=room, max_tokens=max_tokens), use, max_tokens)
 
     async def with_memory(self, call: ChatCall, memory: UserMemory) -> ChatPlan:
         """A prompt with what `memory` holds about the last question. Raises `InvalidRequest`, `ContextTooLong`."""
@@ -102,7 +103,7 @@ class ChatPlanner:
                 *(self._residents.fact(chunks, fact.id) for fact in facts[len(corrected) :]),
             ],
             tail,
-            memory.placement.user,
+            self._residents.cached_as(memory.placement.user),
             inject=prefill_nearest is not None,
             prefill_nearest=(prefill_nearest or 0) + len(corrected),
             max_model_len=room,

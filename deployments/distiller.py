@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from connector.plan import plan_plain
 from connector.port import ENCODE_PRIORITY, Engine
 from connector.template import PromptTemplate
+from deployments.salts import Salts
 from sharding.errors import EngineFailed, ShardGone
 from sharding.ids import UserId
 
@@ -75,8 +76,9 @@ class Distils(Protocol):
 class ModelDistiller(Distils):
     """By the engine of this shard, behind its chats."""
 
-    def __init__(self, engine: Engine, template: PromptTemplate) -> None:
+    def __init__(self, engine: Engine, template: PromptTemplate, salts: Salts | None = None) -> None:
         self._engine = engine
+        self._salts = salts or Salts()
         self._template = template
 
     async def extract(self, user: UserId, messages: Sequence[tuple[str, str]], instructions: str | None) -> list[str]:
@@ -119,7 +121,9 @@ class ModelDistiller(Distils):
         self, user: UserId, messages: list[dict[str, str]], max_tokens: int, schema: dict[str, Any]
     ) -> dict[str, Any]:
         tokens = self._template.plain(messages)
-        plan = plan_plain(tokens, user, max_model_len=self._engine.max_model_len, max_tokens=max_tokens)
+        plan = plan_plain(
+            tokens, self._salts.name(user), max_model_len=self._engine.max_model_len, max_tokens=max_tokens
+        )
         sampling = self._engine.sampling(max_tokens, schema=schema, temperature=0.0)
         texts: list[str] = []
         id = f"distil-{uuid.uuid4().hex}"

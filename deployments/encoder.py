@@ -28,6 +28,7 @@ from connector.tiers import Tiers
 from connector.windows import EncodeJob
 from deployments import telemetry
 from deployments.encode_pace import EncodePace
+from deployments.salts import Salts
 from sharding.errors import EngineFailed
 
 ENCODES_AT_ONCE = 4
@@ -57,6 +58,7 @@ class Encoder:
         """`tiers` around the `ledger`; without them what is evicted is gone."""
         self._engine = engine
         self.pace = pace
+        self.salts = Salts()
         self._ledger = ledger
         self._tiers = tiers or Tiers(engine, ledger)
         self._waiting: dict[str, _Submission] = {}  # by owner, in the order of arrival
@@ -157,7 +159,7 @@ class Encoder:
         try:
             with telemetry.step("remember", "encode"):
                 done = await self._engine.encode(
-                    f"encode-{uuid.uuid4().hex}", step.token_ids, step.captures, text_salt(owner)
+                    f"encode-{uuid.uuid4().hex}", step.token_ids, step.captures, text_salt(self.salts.name(owner))
                 )
         except BaseException:
             self._to_drop.update(ids)  # nobody said that the workers hold nothing of it

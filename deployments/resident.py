@@ -158,14 +158,16 @@ class Residents:
     async def left(self, user: UserId) -> None:
         """The user is another shard's now. Raises `EngineFailed` where the workers did not confirm that the chunks are
         gone, `Unavailable` where a file system did not; they are dropped later then."""
+        self._encoder.salts.renew(user)
         await self._encoder.submit(user, self._no_chunks(user))
         self._tiers.release(user)
         await self._encoder.forget(sorted(self._tiers.ids_of(user)))
         await self._tiers.purge(user, shared=False)
 
     async def purge(self, memory: UserMemory) -> None:
-        """After `changed`, where something was deleted: nor is there a file of it that no ledger counts. Raises
-        `Unavailable`."""
+        """After `changed`, where something was deleted: nor is there a file of it that no ledger counts, and no prompt
+        meets what vLLM's prefix cache has of it. Raises `Unavailable`."""
+        self._encoder.salts.renew(memory.placement.user)
         await self._tiers.purge(memory.placement.user)
 
     async def index(self, memory: UserMemory) -> None:
@@ -210,6 +212,10 @@ class Residents:
     def correction(self, fact: Fact, phrasing: str) -> Piece:
         """A corrected fact as text that takes the place of what others tell of it."""
         return Piece(tuple(self._template.fact(phrasing.format(fact.text))))
+
+    def cached_as(self, user: str) -> str:
+        """The name that the user's prompts are cached under now."""
+        return self._encoder.salts.name(user)
 
     def servable(self, piece: Piece) -> Piece:
         """The piece as it can be served now: where its chunk is not on the device, without it and with the reason."""

@@ -129,7 +129,7 @@ class Shard:
         self.mover = Mover(tiers, residents, self.users, table, self.courier)
         self.arrivals = Arrivals(engine, tiers, encoder, residents, table, self.usage.rates, nccl=nccl)
         self.distillation = Distillation(
-            self.users, residents, store, reads, writes, embedder, ModelDistiller(engine, template)
+            self.users, residents, store, reads, writes, embedder, ModelDistiller(engine, template, encoder.salts)
         )
         self._answers: dict[type, Callable[[Any], Awaitable[Any]]] = {
             AddCall: writes.add,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from redis.asyncio import Redis
@@ -12,8 +14,10 @@ from tiered_shard import TieredShard, chunk_files, tiered_shard
 from connector.chunk_file import CLEAR, HEADER_BYTES, ChunkFormat
 from connector.files import LocalFiles
 from connector.memory_counts import Reason
+from connector.plan import PromptPlan
 from deployments.deterministic import DeterministicEngine, mark
 from deployments.memory_calls import ForgetCall
+from deployments.messages import ChatCall, Sampling
 from sharding.errors import Unavailable
 from sharding.ids import Placement, ShardId, UserId
 from sharding.placement import ShardReport
@@ -235,6 +239,40 @@ async def test_a_shard_that_is_asked_to_let_go_of_its_own_user_does_not(redis: R
         await home.shard.users.leave(alice.user)
         assert home.shard.tiers.ids_of("alice") == set()
         assert chunk_files(tmp_path) == []
+
+
+async def test_what_the_prefix_cache_has_of_a_deleted_fact_is_met_by_no_later_prompt(
+    redis: Redis, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even by one that is the same: where the same facts are told once more in the same order."""
+    async with tiered_shard("a", redis, url, tmp_path) as home:
+        salts: dict[str, list[str | None]] = {"alice": [], "bob": []}
+        engine = home.shard.engine
+        assert isinstance(engine, DeterministicEngine)
+        generate, encode, encoded = engine.generate, engine.encode, set[str]()
+
+        def noted(id: str, plan: PromptPlan, *more: Any, **options: Any) -> Any:
+            salts[asking].append(plan.salt)
+            return generate(id, plan, *more, **options)
+
+        async def encoding(id: str, tokens: Any, captures: Any, salt: str) -> Any:
+            encoded.add(salt)
+            return await encode(id, tokens, captures, salt)
+
+        monkeypatch.setattr(engine, "generate", noted)
+        monkeypatch.setattr(engine, "encode", encoding)
+        placed = {user: await home.owns(user) for user in salts}
+        for _ in range(2):
+            for user, placement in placed.items():
+                asking = user
+                await home.told(placement, *FACTS)
+                call = ChatCall("r", placement, ({"role": "user", "content": QUESTION},), Sampling(), "prompt", 9)
+                for mode in ("inject", "prompt", "off"):
+                    [_ async for _ in home.shard.chat(replace(call, mode=mode))]  # type: ignore[arg-type]
+            await home.shard.ask(ForgetCall("r", placed["alice"]))
+        assert len(set(salts["alice"])) == 2 * len(set(salts["alice"][:3])) == 4, "as text one, injected another"
+        assert len(set(salts["bob"])) == 2, "nothing of his was deleted"
+        assert len(encoded) == 3, "two of hers, one of his"
 
 
 async def test_a_deletion_is_not_confirmed_while_a_file_system_cannot_be_looked_through(
