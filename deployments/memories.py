@@ -167,7 +167,14 @@ class Memories:
 
     async def feedback(self, caller: Caller, id: str, verdict: str | None, reason: str | None) -> None:
         """Keeps what a reader said of a memory."""
-        await self._by_id(caller, id, None, lambda call_id, p: FeedbackCall(call_id, p, FactId(id), verdict, reason))
+        owners: list[UserId] = []
+
+        def make(call_id: str, placement: Placement) -> FeedbackCall:
+            owners.append(placement.user)
+            return FeedbackCall(call_id, placement, FactId(id), verdict, reason)
+
+        await self._by_id(caller, id, None, make)
+        audit(caller, "feedback", owners[-1], [id])
 
     async def delete(self, caller: Caller, id: str, owner: UserId | None = None) -> None:
         """Deletes one memory; it is gone when this returns."""

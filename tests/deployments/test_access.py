@@ -258,6 +258,8 @@ def test_writes_and_deletions_are_noted_and_never_a_text(guarded: Town, caplog: 
     with caplog.at_level(logging.DEBUG), client(guarded, text) as http:
         (fact,) = tell(http, "ada", "the word is sackbut").raise_for_status().json()["results"]
         http.put(f"/v1/memories/{fact['id']}/", json={"text": "the word is serpent"}).raise_for_status()
+        said = {"memory_id": fact["id"], "feedback": "POSITIVE", "feedback_reason": "a sackbut indeed"}
+        http.post("/v1/feedback/", json=said).raise_for_status()
         http.post("/v3/memories/search/", json={"query": "sackbut", "filters": {"user_id": "ada"}}).raise_for_status()
         http.get("/v1/memories?user_id=ada").raise_for_status()
         chat(http, "ada").raise_for_status()
@@ -268,6 +270,7 @@ def test_writes_and_deletions_are_noted_and_never_a_text(guarded: Town, caplog: 
     assert [(line["action"], line["ids"]) for line in lines] == [
         ("add", [fact["id"]]),
         ("update", [fact["id"]]),
+        ("feedback", [fact["id"]]),
         ("delete", [fact["id"]]),
         ("forget", []),
     ]

@@ -111,13 +111,16 @@ class Place:
         """A fact with a history, metadata and feedback, a turn, chunks in every tier of both shards; the fact's id."""
         told = {"user_id": user, "agent_id": "band", "messages": f"I play the {OLDER}.", "metadata": {"what": OLDER}}
         (fact,) = http.post("/v1/memories", json=told).raise_for_status().json()["results"]
+        owner = owner_id(tenant, Entity("user", user))
+        self.settled(owner)
+        assert len(self.chunks(OLDER)) == 3, "on a device, a disk and the shared path"
         change = {"text": f"I play the {SECRET}.", "metadata": {"what": SECRET}}
         http.put(f"/v1/memories/{fact['id']}/", json=change).raise_for_status()
+        assert self.chunks(OLDER) == [], "an update is answered when the old version is in no tier"
         said = {"memory_id": fact["id"], "feedback": "POSITIVE", "feedback_reason": f"true, {SECRET}"}
         http.post("/v1/feedback/", json=said).raise_for_status()
         turn = {"user_id": user, "run_id": "evening", "messages": f"{SAID}."}
         http.post("/v3/memories/add/", json=turn).raise_for_status()
-        owner = owner_id(tenant, Entity("user", user))
         self.settled(owner)
         before = self.town.run(self.town.directory.lookup(owner))
         (other,) = {ShardId("shard-a"), ShardId("shard-b")} - {before.shard}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from typing import Any
 
 import httpx
@@ -44,7 +46,10 @@ def fill(http: httpx.Client) -> None:
     http.post("/v3/memories/add/", json={"user_id": "eve", "messages": "Nothing."}).raise_for_status()
 
 
-def test_everything_of_a_tenant_goes_in_one_call_and_nothing_of_another(guarded: Town) -> None:
+def test_everything_of_a_tenant_goes_in_one_call_and_nothing_of_another(
+    guarded: Town, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "memshard.audit")
     with client(guarded, "red") as red, client(guarded, "red", "read") as reader, client(guarded, "redder") as other:
         fill(red)
         fill(other)
@@ -52,6 +57,10 @@ def test_everything_of_a_tenant_goes_in_one_call_and_nothing_of_another(guarded:
             guarded.run(shard.distillation.settled())
         answer = red.delete("/v1/admin/tenants/red").raise_for_status().json()
         assert answer == {"message": "The tenant was deleted.", "users": 4, "memories": 4, "keys": 2}
+        lines = [json.loads(record.message) for record in caplog.records if record.name == "memshard.audit"]
+        assert [(line["tenant"], bool(line["key"])) for line in lines if line["action"] == "forget_tenant"] == [
+            ("red", True)
+        ]
         left = [key.decode() for key in guarded.kept() if b"red%1F" in key or b":red}" in key]
         kinds = {key.rpartition("}:")[2].partition(":")[0] for key in left}
         assert kinds == {"owner", "seq"}, "who owned the users, and numbers given out"

@@ -16,8 +16,8 @@ from connector.files import LocalFiles
 from connector.memory_counts import Reason
 from connector.plan import PromptPlan
 from deployments.deterministic import DeterministicEngine, mark
-from deployments.memory_calls import ForgetCall
-from deployments.messages import ChatCall, Sampling
+from deployments.memory_calls import AddCall, ForgetCall, SearchCall
+from deployments.messages import ChatCall, ChatDelta, Sampling
 from sharding.errors import Unavailable
 from sharding.ids import Placement, ShardId, UserId
 from sharding.placement import ShardReport
@@ -239,6 +239,33 @@ async def test_a_shard_that_is_asked_to_let_go_of_its_own_user_does_not(redis: R
         await home.shard.users.leave(alice.user)
         assert home.shard.tiers.ids_of("alice") == set()
         assert chunk_files(tmp_path) == []
+
+
+async def test_a_fact_whose_last_day_has_passed_is_neither_injected_nor_read_nor_found_nor_kept_as_a_chunk(
+    redis: Redis, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with tiered_shard("a", redis, url, tmp_path) as home:
+        alice = await home.owns("alice")
+        await home.told(alice, *FACTS[:2])
+        await home.shard.ask(AddCall("t", alice, (FACTS[2],), expires_on="2030-06-01"))
+        search = SearchCall("s", alice, QUESTION, threshold=-1.0)
+        call = ChatCall("r", alice, ({"role": "user", "content": QUESTION},), Sampling(), "prompt", 9)
+
+        async def read() -> list[set[str]]:
+            """What an answer is given from, with chunks and without; and what a search finds."""
+            await home.shard.encoder.settled("alice")
+            await home.shard.tiers.writer.written()
+            as_text = [event.text async for event in home.shard.chat(call) if isinstance(event, ChatDelta)]
+            found = await home.shard.ask(search)
+            marks = {mark(one.fact.text) for one in found}
+            return [set((await home.asked(alice, QUESTION))[0]), set("".join(as_text).split(" ")[2:]), marks]
+
+        monkeypatch.setattr("sharding.memory.today", lambda: "2030-06-01")
+        assert await read() == [{mark(fact) for fact in FACTS[:3]}] * 3, "its last day has not passed"
+        assert len(chunk_files(tmp_path)) == 3
+        monkeypatch.setattr("sharding.memory.today", lambda: "2030-06-02")
+        assert await read() == [{mark(fact) for fact in FACTS[:2]}] * 3
+        assert len(home.shard.tiers.ids_of("alice")) == len(chunk_files(tmp_path)) == 2
 
 
 async def test_what_the_prefix_cache_has_of_a_deleted_fact_is_met_by_no_later_prompt(
