@@ -199,7 +199,7 @@ def quality(
     locomo: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="LoCoMo's file: its questions, not invented ones.")
     ] = None,
-    questions: Annotated[int | None, typer.Option(min=1, help="The most, of each size of memory.")] = None,
+    questions: Annotated[int | None, typer.Option(min=1, help="The most, of each kind of memory.")] = None,
     k: Annotated[list[int] | None, typer.Option(min=1, help="Facts in the prompt; may be repeated.")] = None,
     window: Annotated[list[int] | None, typer.Option(min=0, help="Facts in front while encoded; repeatable.")] = None,
     prefill_nearest: Annotated[

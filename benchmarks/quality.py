@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ class Answer:
     """One arm's answer to one question. `ttft_s` is None where others were answered at the same time."""
 
     arm: str
-    facts: int  # that the person has
+    memory: str  # the kind of the person's
     k: int
     person: str
     question: Question
@@ -150,7 +150,7 @@ async def _ask(
         check(arm.name, plan, told)
     return Answer(
         arm.name,
-        len(person.facts),
+        person.memory,
         len(nearest),
         person.name,
         question,
@@ -170,6 +170,6 @@ def check(arm: str, plan: PromptPlan, told: Told) -> None:
         )
 
 
-def fact_counts(answers: Sequence[Answer]) -> Iterator[tuple[int, int]]:
-    """Every (facts of the person, k) that was asked about."""
-    yield from sorted({(answer.facts, answer.k) for answer in answers})
+def memories(answers: Sequence[Answer]) -> list[tuple[str, int]]:
+    """Every (kind of memory, k) that was asked about, in that order."""
+    return list(dict.fromkeys((answer.memory, answer.k) for answer in answers))

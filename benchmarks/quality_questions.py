@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,11 +69,13 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Person:
-    """One user's memory, in the order of telling, and what is asked about it."""
+    """One user's memory, in the order of telling, and what is asked about it. `memory` is the kind of memory: answers
+    are counted by it."""
 
     name: str
     facts: tuple[str, ...]
     questions: tuple[Question, ...]
+    memory: str
 
 
 def invented_people(seed: int = 0) -> tuple[Person, ...]:
@@ -114,15 +116,14 @@ def locomo_people(path: Path) -> tuple[Person, ...]:
 
 
 def first_questions(people: Iterable[Person], most: int) -> tuple[Person, ...]:
-    """Of every size of memory the first people, until they were asked about `most` questions; the last of them less."""
+    """Of every kind of memory the first people, until they were asked about `most` questions; the last of them less."""
     kept: list[Person] = []
-    left: dict[bool, int] = {}
+    left: dict[str, int] = {}
     for person in people:
-        small = len(person.facts) <= SMALL
-        room = left.setdefault(small, most)
+        room = left.setdefault(person.memory, most)
         if room > 0:
-            kept.append(Person(person.name, person.facts, person.questions[:room]))
-            left[small] = room - len(kept[-1].questions)
+            kept.append(replace(person, questions=person.questions[:room]))
+            left[person.memory] = room - len(kept[-1].questions)
     return tuple(kept)
 
 
@@ -135,7 +136,7 @@ def _person(name: str, size: int, rng: random.Random) -> Person:
     questions = [question for _, question in told]
     rng.shuffle(facts)
     rng.shuffle(questions)
-    return Person(name, tuple(facts), tuple(questions))
+    return Person(name, tuple(facts), tuple(questions), f"{size} facts")
 
 
 Told = tuple[tuple[str, ...], Question]
@@ -217,4 +218,4 @@ def _conversation(told: dict[str, Any]) -> Person:
         for asked in told["qa"]
         if asked["category"] in kinds
     )
-    return Person(told["sample_id"], tuple(facts), questions)
+    return Person(told["sample_id"], tuple(facts), questions, "LoCoMo")

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from rich.table import Table
 
-from benchmarks.quality import TEXT, Answer, fact_counts
+from benchmarks.quality import TEXT, Answer, memories
 from benchmarks.results import Row, Spread
 
 RESAMPLES = 10_000
@@ -26,25 +26,25 @@ def interval(differences: Sequence[float]) -> tuple[float, float]:
 
 
 def rows(model: str, answers: Sequence[Answer]) -> Iterator[Row]:
-    """One row an arm, k, size of memory and kind of question, "all" included. `minus_text` and its interval are of the
+    """One row an arm, k, kind of memory and kind of question, "all" included. `minus_text` and its interval are of the
     share of right answers, paired by question."""
-    for facts, k in fact_counts(answers):
+    for memory, k in memories(answers):
         for arm in arms(answers):
             for kind in ("all", *kinds(answers)):
-                found = _of(answers, facts, k, arm, kind)
+                found = _of(answers, memory, k, arm, kind)
                 if not found:
                     continue
-                low, high = interval(minus_text(answers, facts, k, arm, kind))
+                low, high = interval(minus_text(answers, memory, k, arm, kind))
                 yield {
                     "arm": arm,
-                    "facts": facts,
+                    "memory": memory,
                     "k": k,
                     "kind": kind,
                     "model": model,
                     "n": len(found),
                     "right": statistics.fmean(answer.right for answer in found),
                     "f1": statistics.fmean(answer.f1 for answer in found),
-                    "minus_text": statistics.fmean(minus_text(answers, facts, k, arm, kind)),
+                    "minus_text": statistics.fmean(minus_text(answers, memory, k, arm, kind)),
                     "minus_text_low": low,
                     "minus_text_high": high,
                     "memory_tokens": statistics.median(answer.memory_tokens for answer in found),
@@ -52,33 +52,34 @@ def rows(model: str, answers: Sequence[Answer]) -> Iterator[Row]:
                 }
 
 
-def minus_text(answers: Sequence[Answer], facts: int, k: int, arm: str, kind: str) -> list[float]:
+def minus_text(answers: Sequence[Answer], memory: str, k: int, arm: str, kind: str) -> list[float]:
     """Question by question, whether `arm` is right less whether text is: 1, 0 or -1."""
-    text = {(a.person, a.question.text): a.right for a in _of(answers, facts, k, TEXT, kind)}
-    return [a.right - text[a.person, a.question.text] for a in _of(answers, facts, k, arm, kind)]
+    text = {(a.person, a.question.text): a.right for a in _of(answers, memory, k, TEXT, kind)}
+    return [a.right - text[a.person, a.question.text] for a in _of(answers, memory, k, arm, kind)]
 
 
 def table(model: str, answers: Sequence[Answer]) -> Table:
-    """Each arm's score, what it has over text, and its time to first token: one line an arm, k and size of memory."""
+    """Each arm's score, what it has over text, and its time to first token: one line an arm, k and kind of memory."""
     drawn = Table(
         title=f"Right answers, {model}",
-        caption="memory: facts that a person has; minus text: percentage points, with the 95 % interval of a paired "
+        caption="memory: what a person has; minus text: percentage points, with the 95 % interval of a paired "
         "bootstrap; first token at the engine: median (quartiles) in ms; window: facts in front while encoded; "
         "r: nearest facts prefilled as text; text up to: of so many facts at most all are",
     )
-    for heading in ("memory", "k", "arm", "right %", "minus text", "F1", "first token"):
-        drawn.add_column(heading, justify="left" if heading == "arm" else "right")
+    for heading in ("memory", "k", "arm", "questions", "right %", "minus text", "F1", "first token"):
+        drawn.add_column(heading, justify="left" if heading in ("memory", "arm") else "right")
     names = arms(answers)
-    for facts, k in fact_counts(answers):
+    for memory, k in memories(answers):
         for arm in names:
-            found = _of(answers, facts, k, arm)
-            differences = minus_text(answers, facts, k, arm, "all")
+            found = _of(answers, memory, k, arm)
+            differences = minus_text(answers, memory, k, arm, "all")
             low, high = interval(differences)
             points = f"{PERCENT * statistics.fmean(differences):+.1f} ({PERCENT * low:+.1f} to {PERCENT * high:+.1f})"
             drawn.add_row(
-                str(facts),
+                memory,
                 str(k),
                 arm,
+                str(len(found)),
                 f"{PERCENT * statistics.fmean(answer.right for answer in found):.1f}",
                 "" if arm == TEXT else points,
                 f"{statistics.fmean(answer.f1 for answer in found):.3f}",
@@ -109,8 +110,8 @@ def kinds(answers: Sequence[Answer]) -> list[str]:
     return sorted({answer.question.kind for answer in answers})
 
 
-def _of(answers: Sequence[Answer], facts: int, k: int, arm: str, kind: str = "all") -> list[Answer]:
-    return [a for a in answers if (a.facts, a.k, a.arm) == (facts, k, arm) and kind in ("all", a.question.kind)]
+def _of(answers: Sequence[Answer], memory: str, k: int, arm: str, kind: str = "all") -> list[Answer]:
+    return [a for a in answers if (a.memory, a.k, a.arm) == (memory, k, arm) and kind in ("all", a.question.kind)]
 
 
 def _ttft(answers: Sequence[Answer]) -> Spread:

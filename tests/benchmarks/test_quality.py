@@ -18,11 +18,12 @@ from deployments.trial import Told
 from sharding.errors import MemshardError
 
 INJECTED = "window 20, r = 0"
+MEMORY = "60 facts"
 
 
 def answer(arm: str, number: int, right: bool, ttft_s: float | None = 0.1, k: int = 5) -> Answer:
     question = Question(f"question {number}", ("baker",), "single" if number % 2 else "two")
-    return Answer(arm, LARGE, k, "ada", question, "a baker" if right else "a judge", 100, 0, ttft_s)
+    return Answer(arm, MEMORY, k, "ada", question, "a baker" if right else "a judge", 100, 0, ttft_s)
 
 
 def test_at_least_200_questions_are_asked_about_large_memories_and_all_kinds_about_small_ones_too() -> None:
@@ -91,9 +92,9 @@ def test_an_answer_counts_only_where_exactly_what_was_planned_was_injected() -> 
 def test_arms_are_compared_question_by_question() -> None:
     text = [answer(TEXT, number, right=number < 4) for number in range(6)]
     injected = [answer(INJECTED, number, right=number in (1, 2, 3, 4)) for number in reversed(range(6))]
-    differences = quality_report.minus_text([*text, *injected], LARGE, 5, INJECTED, "all")
+    differences = quality_report.minus_text([*text, *injected], MEMORY, 5, INJECTED, "all")
     assert sorted(differences) == [-1, 0, 0, 0, 0, 1]
-    assert quality_report.minus_text([*text, *injected], LARGE, 5, INJECTED, "single") == [0, 0, 0]
+    assert quality_report.minus_text([*text, *injected], MEMORY, 5, INJECTED, "single") == [0, 0, 0]
 
 
 def test_the_interval_is_narrow_where_questions_agree_and_holds_zero_where_they_do_not() -> None:
