@@ -203,7 +203,7 @@ def _backend(shape: KVShape, device: torch.device) -> tuple[Update, RotateKeys]:
         from vllm.v1.attention.backend import AttentionType
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, _get_attn_isa
 
-        from connector.worker_extension import rotate_by_op
+        from connector.rotation_cpu import rotate_bfloat16
 
         isa = _get_attn_isa(shape.dtype, BLOCK_TOKENS["cpu"], shape.head_dim, "auto")
         layer: Any = SimpleNamespace(isa=isa, _k_scale_float=1.0, _v_scale_float=1.0)
@@ -212,7 +212,7 @@ def _backend(shape: KVShape, device: torch.device) -> tuple[Update, RotateKeys]:
         def by_vllm(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
             CPUAttentionBackendImpl.do_kv_cache_update(impl, layer, keys, values, cache, slots)
 
-        return by_vllm, rotate_by_op
+        return by_vllm, rotate_bfloat16 if shape.dtype == torch.bfloat16 else rotate_keys
 
     def by_index(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
         (key_cache,), (value_cache,) = paged_views(shape, [cache])

@@ -2,7 +2,7 @@
 
     chunks         [layers, parts, tokens_c, kv_heads, head_dim] each, keys rotated at their own positions
       gather  ->   [group, parts, T, kv_heads, head_dim]     one concatenation a group of layers
-      layer l ->   keys   [T, kv_heads, head_dim]            rotated in float32, in place, to where they are served
+      layer l ->   keys   [T, kv_heads, head_dim]            rotated in place to where they are served
                    values [T, kv_heads, head_dim]            as they are
       write(l, keys, values)                                 the backend's own cache update
 
@@ -66,18 +66,14 @@ def compose(
         id_: rotation.table(distances).repeat_interleave(lengths, dim=0).to(gathered.device)
         for id_, rotation in distinct.items()
     }
-    first = rotations[0].first
-    keys32 = gathered.new_empty((end - skip, heads, dim - first), dtype=torch.float32) if moved else None
     for layer, rotation in enumerate(rotations):
         place = layer % group
         if place == 0:
             last = min(layer + group, layers)
             torch.cat([part[layer:last] for part in parts], dim=2, out=gathered[: last - layer])
         keys, values = gathered[place, 0], gathered[place, -1]
-        if keys32 is not None:
-            keys32.copy_(keys[..., first:])
-            rotate(keys32, tables[id(rotation)], rotation.neox)
-            keys[..., first:] = keys32
+        if moved:
+            rotate(keys[..., rotation.first :], tables[id(rotation)], rotation.neox)
         write(layer, keys, values)
     return end - skip
 

@@ -42,13 +42,19 @@ class Rotation:
 
 
 class RotateKeys(Protocol):
-    """Rotates float32 keys `[tokens, heads, head_dim]` in place by a table from `Rotation.table`."""
+    """Rotates keys `[tokens, heads, head_dim]` of any dtype in place, by a table from `Rotation.table` with a row for
+    each token: in float32, rounded once."""
 
     def __call__(self, keys: torch.Tensor, table: torch.Tensor, neox: bool) -> None: ...
 
 
 def rotate_keys(keys: torch.Tensor, table: torch.Tensor, neox: bool) -> None:
     """The `RotateKeys` in plain torch, on any device."""
+    if keys.dtype != torch.float32:
+        widened = keys.to(torch.float32)
+        rotate_keys(widened, table, neox)
+        keys.copy_(widened)
+        return
     half = table.shape[-1] // 2
     cos, sin = table[:, None, :half], table[:, None, half:]
     if neox:
