@@ -3,7 +3,8 @@
 Backends of vLLM 0.32 for CUDA (flash_attn, triton_attn, flashinfer, flex_attention) all see a layer's cache as
 `[blocks, kv_heads, block_tokens, 2 * head_dim]`, keys in the first half, by strides that differ. Others see the same
 shape and pack it otherwise, so the shape proves nothing: both compositions write into the engine's own caches, before
-anything is served from them, and must leave the same behind. Imports torch only, Triton where there is a GPU.
+anything is served from them, and must leave the same behind. The layout for CPUs with AMX has a composition of its own
+(`fused_cpu.py`). Imports torch only, Triton where there is a GPU, else Numba.
 """
 
 from __future__ import annotations
@@ -25,21 +26,30 @@ PROOF_BLOCKS = 2
 def fastest(
     portable: Composition, shape: KVShape, caches: Sequence[torch.Tensor], rotations: Sequence[Rotation]
 ) -> Composition:
-    """The fused composition where the caches are on a CUDA device and it writes them as `portable` does."""
-    if caches[0].device.type != "cuda":
-        return portable
+    """A fused composition where there is one for the caches' device and it writes them as `portable` does."""
     try:
-        from connector.fused import FusedComposition
-
-        fused = FusedComposition(shape, *paged_views(shape, caches), rotations)
+        fused = _fused(shape, caches, rotations)
         if writes_alike(portable, fused, shape, caches):
             return fused
         log.warning("The fused composition does not write this backend's cache as the backend does; it is not used")
     except ValueError as unfit:
         log.info("The fused composition is not used: %s", unfit)
-    except Exception:  # no Triton, or a kernel that does not compile: slower, and right
+    except Exception:  # no Triton or Numba, or a kernel that does not compile: slower, and right
         log.warning("The fused composition cannot be used", exc_info=True)
     return portable
+
+
+def _fused(shape: KVShape, caches: Sequence[torch.Tensor], rotations: Sequence[Rotation]) -> Composition:
+    """Raises ValueError where none can write these caches."""
+    if caches[0].device.type == "cuda":
+        from connector.fused import FusedComposition
+
+        return FusedComposition(shape, *paged_views(shape, caches), rotations)
+    if not torch.cpu._is_amx_tile_supported():
+        raise ValueError("this CPU has no matrix tiles, and its backend another layout")
+    from connector.fused_cpu import FusedCPUComposition
+
+    return FusedCPUComposition(shape, caches, rotations)
 
 
 def paged_views(shape: KVShape, caches: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -23,19 +23,23 @@ def rotate_bfloat16(keys: torch.Tensor, table: torch.Tensor, neox: bool) -> None
     _kernel(table.shape[-1] // 2, neox)(keys.view(torch.uint16).numpy(), table.numpy())
 
 
+@numba.njit(error_model="numpy", inline="always")  # type: ignore[untyped-decorator]
+def widened(bits: Any) -> Any:
+    """The float32 that a bfloat16's bits stand for."""
+    return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)
+
+
+@numba.njit(error_model="numpy", inline="always")  # type: ignore[untyped-decorator]
+def rounded(number: Any) -> Any:
+    """The bits of the bfloat16 that is nearest to a float32."""
+    bits = np.float32(number).view(np.uint32)
+    odd = np.uint32(np.uint32(bits >> np.uint32(16)) & np.uint32(1))
+    return np.uint16(np.uint32(np.uint32(bits + np.uint32(0x7FFF)) + odd) >> np.uint32(16))
+
+
 @functools.cache
 def _kernel(half: int, neox: bool) -> Callable[[Any, Any], None]:
     """`half` and `neox` are constants to the compiler: it unrolls and vectorises the loop over pairs."""
-
-    @numba.njit(error_model="numpy", inline="always")  # type: ignore[untyped-decorator]
-    def widened(bits: Any) -> Any:
-        return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)
-
-    @numba.njit(error_model="numpy", inline="always")  # type: ignore[untyped-decorator]
-    def rounded(number: Any) -> Any:
-        bits = np.float32(number).view(np.uint32)
-        odd = np.uint32(np.uint32(bits >> np.uint32(16)) & np.uint32(1))
-        return np.uint16(np.uint32(np.uint32(bits + np.uint32(0x7FFF)) + odd) >> np.uint32(16))
 
     @numba.njit(error_model="numpy", fastmath={"contract"})  # type: ignore[untyped-decorator]
     def rotate(keys: Any, table: Any) -> None:

@@ -144,6 +144,13 @@ def read_rotation(worker: object) -> tuple[list[float], bool]:
     return rotation.frequencies.tolist(), rotation.neox
 
 
+def read_composition(worker: object) -> str:
+    """Runs in the worker: by which class it composes."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    return type(get_kv_transfer_group().worker._compose).__name__
+
+
 def empty(worker: object) -> int:
     """Runs in the worker between steps: checks that none left anything, drops all chunks, returns the bytes held."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group

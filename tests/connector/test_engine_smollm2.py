@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoTokenizer
 
 from connector.chunk import chunk_id
@@ -18,7 +19,7 @@ from connector.metadata import CaptureRange
 from connector.plan import Piece, plan_memory, plan_plain
 from connector.template import PromptTemplate
 from tests.connector.canaries import ask_canary
-from tests.connector.engines import Answer, answer
+from tests.connector.engines import Answer, answer, read_composition
 
 FACTS = [
     f"My {relation} {name} lives in {place} and keeps {count} {things}."
@@ -85,6 +86,11 @@ async def test_memory_answers_as_text_within_bfloat16_noise_and_leaves_plain_pro
         after = await answer(engine, plan, 12)
         assert after.token_ids == before.token_ids
         assert largest_difference(before, after) <= max(*noise, 2**-5)
+
+
+@pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="this CPU has no matrix tiles")
+async def test_on_one_core_with_amx_memory_is_composed_in_one_pass(engine: MemoryEngine) -> None:
+    assert await engine.llm.collective_rpc(read_composition) == ["FusedCPUComposition"]
 
 
 async def test_the_packaged_model_passes_the_canary_and_is_injected(engine: MemoryEngine, language_model: Path) -> None:

@@ -79,7 +79,7 @@ def test_a_cache_of_one_block_proves_as_well() -> None:
     assert proof(of, by_index(SHAPE, of, PORTABLE_ROTATIONS))
 
 
-def test_on_a_cpu_the_portable_composition_is_used(of: list[torch.Tensor]) -> None:
+def test_where_no_fused_composition_can_write_the_caches_the_portable_one_is_used(of: list[torch.Tensor]) -> None:
     portable = by_index(SHAPE, of, PORTABLE_ROTATIONS)
     assert fastest(portable, SHAPE, of, PORTABLE_ROTATIONS) is portable
 
