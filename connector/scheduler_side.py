@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from connector.memory_counts import Reason
@@ -142,4 +143,11 @@ class SchedulerSide:
 
     def _slots(self, blocks: Sequence[int], start: int, end: int) -> tuple[int, ...]:
         size = self.block_tokens
-        return tuple(blocks[position // size] * size + position % size for position in range(start, end))
+        runs = (
+            range(
+                blocks[first // size] * size + max(start - first, 0),
+                blocks[first // size] * size + min(end - first, size),
+            )
+            for first in range(start // size * size, end, size)
+        )
+        return tuple(chain.from_iterable(runs))
