@@ -95,7 +95,8 @@ class Settings(BaseSettings):
     threads_per_shard: Count | None = None
     """CPU threads that a shard's engine computes with; None divides the machine's cores among its shards."""
     gpus_per_shard: Annotated[int, Field(ge=0)] = 0
-    """GPUs of one shard, which its engine spans by tensor parallelism; 0 computes on CPU cores."""
+    """GPUs of one shard, which its engine spans by tensor parallelism; 0 computes on CPU cores. Has never run with
+    more: no machine at hand had a GPU."""
     kv_cache_bytes: Bytes = GIB
     """vLLM's paged KV cache, per shard."""
     chunk_device_bytes: Bytes = GIB

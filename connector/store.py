@@ -20,7 +20,8 @@ from connector.chunk import Chunk, ChunkId, KVShape
 class ChunkStore:
     """Complete chunks by id, and those whose tokens are still arriving.
 
-    `budget_bytes` bounds both together. `pinned` memory of the host can be copied to a GPU without a detour.
+    `budget_bytes` bounds both together. `pinned` memory of the host can be copied to a GPU without a detour;
+    it was never made beside one.
     """
 
     def __init__(self, shape: KVShape, device: torch.device, budget_bytes: int, *, pinned: bool = False) -> None:

@@ -7,7 +7,7 @@ looks at. The main thread serves engine steps between `begin` and `poll`. What i
 each, so that a chat does not wait for another user's chunks being stored.
 
 Decides nothing: the shard's process (`tiers.py`) says what goes where, and sees to it that no chunk is dropped while
-it is on its way. Imports no vLLM.
+it is on its way. Imports no vLLM. The side stream beside a GPU has never run on one.
 """
 
 from __future__ import annotations

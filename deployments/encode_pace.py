@@ -26,7 +26,7 @@ LIVE_S = 5.0
 REST = 2.0
 
 CPU_STEP_TOKENS = (256, 160)  # 0.14 and 0.1 s of a core with a model of 135M; blocks of the cache have 128 there
-GPU_STEP_TOKENS = (8192, 2048)
+GPU_STEP_TOKENS = (8192, 2048)  # a guess: no machine at hand had a GPU
 
 
 class EncodePace:

@@ -43,7 +43,7 @@ async def open_shard(
                 tensor_parallel=max(1, settings.gpus),
                 file_key=Seal(settings.encryption_key).file_key,
                 metrics=True,
-                eager=not torch.cuda.is_available(),
+                eager=not torch.cuda.is_available(),  # compiled on a GPU, where it has never run
             )
         )
         undo.callback(engine.shutdown)
