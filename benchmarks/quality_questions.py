@@ -103,7 +103,8 @@ def before_and_after(seed: int, facts: int) -> tuple[Person, Person]:
     told = rng.sample(told, facts)
     old_facts, new_facts, old_questions, new_questions = zip(*told, strict=True)
     name = f"profile-{seed}"
-    return Person(name, old_facts, old_questions), Person(name, new_facts, new_questions)
+    kind = f"{facts} facts"
+    return Person(name, old_facts, old_questions, kind), Person(name, new_facts, new_questions, kind)
 
 
 def locomo_people(path: Path) -> tuple[Person, ...]:

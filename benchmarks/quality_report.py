@@ -62,11 +62,11 @@ def table(model: str, answers: Sequence[Answer]) -> Table:
     """Each arm's score, what it has over text, and its time to first token: one line an arm, k and kind of memory."""
     drawn = Table(
         title=f"Right answers, {model}",
-        caption="memory: what a person has; minus text: percentage points, with the 95 % interval of a paired "
-        "bootstrap; first token at the engine: median (quartiles) in ms; window: facts in front while encoded; "
+        caption="memory: what a person has; n: questions; minus text: percentage points, with the 95 % interval of a "
+        "paired bootstrap; first token at the engine: median (quartiles) in ms; window: facts in front while encoded; "
         "r: nearest facts prefilled as text; text up to: of so many facts at most all are",
     )
-    for heading in ("memory", "k", "arm", "questions", "right %", "minus text", "F1", "first token"):
+    for heading in ("memory", "k", "arm", "n", "right %", "minus text", "F1", "first token"):
         drawn.add_column(heading, justify="left" if heading in ("memory", "arm") else "right")
     names = arms(answers)
     for memory, k in memories(answers):
