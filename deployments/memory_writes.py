@@ -36,7 +36,8 @@ from sharding.facts import AddEvent, Fact, FactStore, Told, text_hash
 from sharding.filters import matches
 from sharding.ids import FactId, Placement
 from sharding.memory import UserMemory
-from sharding.scopes import entities, entity_of
+from sharding.scopes import entities, entity_of, tenant_of
+from sharding.sealing import Unreadable
 from sharding.turns import Turn
 
 
@@ -142,6 +143,23 @@ class MemoryWrites:
 
     async def _forget(self, call: ForgetCall) -> int:
         await self._users.moved(call.placement.user)
+        try:
+            return await self._forget_read(call)
+        except Unreadable:  # sealed with a key that is lost: whoever it was may be forgotten all the same
+            if call.filters is not None:
+                raise
+            return await self._forget_unread(call.placement)
+
+    async def _forget_unread(self, placement: Placement) -> int:
+        owner, registry = placement.user, self._store.registry
+        count = await self._store.delete_all(placement)
+        await self._residents.gone(owner)
+        await self._quotas.deleted(UserMemory(placement, 1))
+        named = {entity_of(owner), *(seen.entity for seen in await registry.entities(tenant_of(owner)))}
+        await registry.unregister(owner, named, empty=True)
+        return count
+
+    async def _forget_read(self, call: ForgetCall) -> int:
         async with self._users.use(call.placement) as memory, memory.write_lock:
             if call.filters is not None:
                 return await self._remove(memory, [f.id for f in memory.facts if matches(call.filters, f)])

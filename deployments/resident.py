@@ -164,6 +164,11 @@ class Residents:
         await self._encoder.forget(sorted(self._tiers.ids_of(user)))
         await self._tiers.purge(user, shared=False)
 
+    async def gone(self, user: UserId) -> None:
+        """Nothing of a user is kept any more who is not resident: nor are chunks, or files. Raises as `left` does."""
+        await self.left(user)
+        await self._tiers.purge(user)
+
     async def purge(self, memory: UserMemory) -> None:
         """After `changed`, where something was deleted: nor is there a file of it that no ledger counts, and no prompt
         meets what vLLM's prefix cache has of it. Raises `Unavailable`."""

@@ -22,7 +22,7 @@ from sharding.errors import MemshardError
 Rule = Callable[[Sequence[Object]], Iterator[str]]
 
 ROOT = Path(__file__).parent.parent
-SECRETS = {"memshard-memory-redis", "memshard-gcs-redis"}
+SECRETS = {"memshard-memory-redis", "memshard-gcs-redis", "memshard-encryption"}
 """What the operator creates before anything else (docs/operate.md); the key of each is `password`."""
 
 _SECRET_NAME = re.compile("PASSWORD|SECRET|TOKEN|CREDENTIAL", re.IGNORECASE)

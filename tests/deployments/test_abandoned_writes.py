@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from deployments.memory_calls import AddCall, DeleteCall, ForgetCall, MemoryCall, UpdateCall
+from deployments.salts import Salts
 from deployments.shard import Shard
 from sharding.facts import AddEvent, Fact, Told, text_hash
 from sharding.ids import FactId, Placement, ShardId, UserId
@@ -118,7 +119,8 @@ WRITES: list[MemoryCall[Any]] = [
 async def test_a_write_that_is_abandoned_is_done_here_as_in_redis(write: MemoryCall[Any]) -> None:
     store, home = SlowStore(), OneUser()
     template = SimpleNamespace(fact=lambda text: [1])
-    parts = (None, SimpleNamespace(device=None), None, None, home, None, template, home, store)
+    encoder = SimpleNamespace(salts=Salts())
+    parts = (None, SimpleNamespace(device=None), encoder, None, home, None, template, home, store)
     shard = Shard(*parts, canary=None, max_requests_in_flight=1, max_fact_tokens=9)  # type: ignore[arg-type]
     store.gate.set()
     await shard.ask(AddCall("r1", ALICE, ("one", "two")))

@@ -16,12 +16,14 @@ from connector.files import LocalFiles
 from connector.memory_counts import Reason
 from connector.plan import PromptPlan
 from deployments.deterministic import DeterministicEngine, mark
-from deployments.memory_calls import AddCall, ForgetCall, SearchCall
+from deployments.memory_calls import AddCall, FactPage, ForgetCall, ListCall, SearchCall
 from deployments.messages import ChatCall, ChatDelta, Sampling
 from sharding.errors import Unavailable
+from sharding.filters import Compare
 from sharding.ids import Placement, ShardId, UserId
 from sharding.placement import ShardReport
-from sharding.sealing import new_secret
+from sharding.scopes import Entity
+from sharding.sealing import Unreadable, new_secret
 
 NAMES = ("Anna", "Berta", "Clara", "Dora", "Emma", "Frida", "Greta", "Hanna")
 FACTS = [f"boat {n} is called {name}" for n, name in enumerate(NAMES)]
@@ -266,6 +268,32 @@ async def test_a_fact_whose_last_day_has_passed_is_neither_injected_nor_read_nor
         monkeypatch.setattr("sharding.memory.today", lambda: "2030-06-02")
         assert await read() == [{mark(fact) for fact in FACTS[:2]}] * 3
         assert len(home.shard.tiers.ids_of("alice")) == len(chunk_files(tmp_path)) == 2
+
+
+async def test_who_was_told_with_a_key_that_is_lost_can_be_forgotten_and_nothing_else(
+    redis: Redis, url: str, tmp_path: Path
+) -> None:
+    shared = {"chunk_shared_url": str(tmp_path / "shared"), "chunk_shared_bytes": 1 << 30, "tenant_bytes": 1 << 20}
+    async with tiered_shard("a", redis, url, tmp_path, encryption_key=new_secret(), **shared) as home:
+        placed = {user: await home.owns(user) for user in ("alice", "bob")}
+        for placement in placed.values():
+            await home.told(placement, *FACTS)
+    async with tiered_shard("b", redis, url, tmp_path, encryption_key=new_secret(), **shared) as home:
+        alice = await home.owns("alice", placed["alice"])
+        for call in (
+            ListCall("r", alice),
+            SearchCall("r", alice, QUESTION),
+            ForgetCall("r", alice, Compare("agent_id", "eq", "x")),
+        ):
+            with pytest.raises(Unreadable, match="encryption key"):
+                await home.shard.ask(call)
+        assert await home.shard.ask(ForgetCall("r", alice)) == len(FACTS)
+        assert len(chunk_files(tmp_path)) == len(FACTS), "bob's, on the shared path"
+        assert await home.shard.ask(ListCall("r", alice)) == FactPage(0, ())
+        assert await home.shard.store.registry.owners_of("", Entity("user", "alice")) == []
+        assert await home.told(alice, *FACTS)
+    kinds = {key.rpartition(b"}:")[2] for key in await redis.keys("*{bob}*")}
+    assert {b"facts", b"embeddings"} < kinds, "nothing of him was touched"
 
 
 async def test_what_the_prefix_cache_has_of_a_deleted_fact_is_met_by_no_later_prompt(
