@@ -18,6 +18,7 @@ prompts that are prefilled, and those of them that the engine computed, the rest
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -156,7 +157,7 @@ class Profile:
             arms[as_chunk(phrasing)] = ([piece, *others], 0)
             costs += [Cost(as_text(phrasing), chat_tokens=len(piece.token_ids)), cost]
         answers = await self._ask(self._name, arms, asked, old)
-        self._chunks.renew()
+        self._chunks.renew(uuid.uuid4().hex)
         costs.append(await self._encode(self._chunks, WARM))
         self._chunks.settle(self._trial.tiers.peek_held)
         standing = self._chunks.standing()

@@ -23,11 +23,13 @@ from connector.windows import EncodeJob
 
 def steps(job: EncodeJob, *, step_tokens: int, block_tokens: int) -> Iterator[EncodeJob]:
     """The job's captures, in order of their place, in prefills that compute at most `step_tokens` tokens each; more
-    where one fact or one block (`block_tokens`, of the paged cache) takes more.
+    where one fact or one block (`block_tokens`, of the paged cache) takes more. Cut along all its `facts`, if it names
+    any.
 
     `known_tokens` of each is what those before it left in the cache.
     """
-    captures = sorted(job.captures, key=lambda range_: range_.start)
+    wanted = set(job.captures)
+    captures = sorted(job.facts or job.captures, key=lambda range_: range_.start)
     done = _border(job.known_tokens, block_tokens)
     stride = max(_border(step_tokens, block_tokens), block_tokens)
     while captures:
@@ -36,7 +38,7 @@ def steps(job: EncodeJob, *, step_tokens: int, block_tokens: int) -> Iterator[En
             done += stride
         taken = _taken(captures, done, step_tokens, block_tokens)
         end = _end(captures[taken - 1])
-        yield EncodeJob(job.token_ids[:end], tuple(captures[:taken]), done)
+        yield EncodeJob(job.token_ids[:end], tuple(filter(wanted.__contains__, captures[:taken])), done)
         done = _border(end, block_tokens)
         captures = captures[taken:]
 

@@ -39,11 +39,13 @@ class Line:
 @dataclass(frozen=True, slots=True)
 class EncodeJob:
     """A prefill that captures several facts. `known_tokens`: how many of the first are likely to be in vLLM's prefix
-    cache."""
+    cache, under the owner's salt and `salt`. `facts`: those that the prompt would be cut along if all were captured."""
 
     token_ids: tuple[int, ...]
     captures: tuple[CaptureRange, ...]
     known_tokens: int = 0
+    facts: tuple[CaptureRange, ...] = ()
+    salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,7 @@ class FactChunks:
         self._pieces: dict[FactId, Piece] = {}
         self._keep_stale = keep_stale
         self._stale = StaleChunks()
+        self._salt = ""
 
     def update(self, lines: Sequence[Line]) -> set[ChunkId]:
         """The facts are these now, in the order of telling. Returns the ids that no longer stand for any of them."""
@@ -139,9 +142,12 @@ class FactChunks:
         """Of all facts."""
         return sum(len(piece.token_ids) for piece in self._pieces.values())
 
-    def renew(self) -> None:
-        """From now on `jobs` names what is stale, too."""
+    def renew(self, salt: str = "") -> None:
+        """From now on `jobs` names what is stale, too, to be computed as a full build computes it: rounding follows how
+        a prompt is cut into steps, so it is cut as if all of it were captured, and with a `salt` that was never used
+        nothing is found in the prefix cache."""
         self._stale.renew()
+        self._salt = salt
 
     def settle(self, resident: Resident) -> None:
         """Stale chunks whose successors are resident stand for nothing any more, and those that are not themselves."""
@@ -160,19 +166,23 @@ class FactChunks:
             if layouts is not self._layouts:
                 return
             start = len(self._head) + sum(len(line.token_ids) for line in layout.lines[: layout.window])
-            captures: list[CaptureRange] = []
+            facts: list[CaptureRange] = []
             end = 0
             for line, id_ in zip(layout.lines[layout.window :], ids, strict=True):
-                if not resident(id_):
-                    captures.append(CaptureRange(id_, start, len(line.token_ids)))
-                    if not self._stale.held_back(line.fact, resident):
-                        end = start + len(line.token_ids)
+                facts.append(CaptureRange(id_, start, len(line.token_ids)))
                 start += len(line.token_ids)
-            captures = [range_ for range_ in captures if range_.start < end]
-            if captures and end <= self._room:
+                if not resident(id_) and not self._stale.held_back(line.fact, resident):
+                    end = start
+            facts = [range_ for range_ in facts if range_.start < end]
+            captures = tuple(range_ for range_ in facts if not resident(range_.id))
+            if not captures or end > self._room:
+                continue
+            prompt = self._tokens(layout.lines)[:end]
+            if not self._stale.facts().isdisjoint(line.fact for line in layout.lines[layout.window :]):
+                yield EncodeJob(prompt, captures, 0, tuple(facts), self._salt)
+            else:
                 # Where earlier facts of this prompt have their chunks, it was prefilled up to here.
-                known = captures[0].start if resident(ids[0]) else 0
-                yield EncodeJob(self._tokens(layout.lines)[:end], tuple(captures), known)
+                yield EncodeJob(prompt, captures, captures[0].start if resident(ids[0]) else 0)
 
     def _chunks(self) -> Iterator[tuple[FactId, ChunkId]]:
         return ((fact, piece.chunk) for fact, piece in self._pieces.items() if piece.chunk is not None)

@@ -149,17 +149,20 @@ class Encoder:
                 async with self.pace.turn(len(step.token_ids) - step.known_tokens):
                     if owner in self._waiting:
                         return
-                    await self._prefill(owner, step)
+                    await self._prefill(owner, step, job.salt)
         finally:
             self._ledger.abort(refs)
 
-    async def _prefill(self, owner: str, step: EncodeJob) -> None:
+    async def _prefill(self, owner: str, step: EncodeJob, salt: str) -> None:
         ids = [range_.id for range_ in step.captures]
         done: set[ChunkId] = set()
         try:
             with telemetry.step("remember", "encode"):
                 done = await self._engine.encode(
-                    f"encode-{uuid.uuid4().hex}", step.token_ids, step.captures, text_salt(self.salts.name(owner))
+                    f"encode-{uuid.uuid4().hex}",
+                    step.token_ids,
+                    step.captures,
+                    text_salt(self.salts.name(owner) + salt),
                 )
         except BaseException:
             self._to_drop.update(ids)  # nobody said that the workers hold nothing of it

@@ -6,6 +6,7 @@ Lives exactly as long as the `UserMemory` it belongs to.
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -98,7 +99,7 @@ class Residents:
         """Encodes anew what corrections left stale, as far as there is room. Raises what `changed` raises."""
         chunks, user = self._chunks[memory], memory.placement.user
         facts = chunks.stale_facts
-        chunks.renew()
+        chunks.renew(uuid.uuid4().hex)
         tokens, full = (sum(len(job.token_ids) for job in chunks.jobs(held)) for held in (self._tiers.peek_held, _no))
         await self._encoder.submit(user, chunks)
         await self._encoder.settled(user)

@@ -47,6 +47,21 @@ def test_steps_capture_everything_once_and_compute_no_more_than_they_may(
     assert cut[-1].token_ids == whole.token_ids
 
 
+@given(st.integers(0, 500), lengths, st.integers(1, 300), st.sampled_from([1, 16, 128]), st.data())
+def test_a_part_is_computed_in_the_steps_of_the_whole(
+    window: int, facts: list[int], step_tokens: int, block_tokens: int, data: st.DataObject
+) -> None:
+    whole = job(window, *facts)
+    part = {*data.draw(st.sets(st.sampled_from(whole.captures))), whole.captures[-1]}
+    kept = tuple(range_ for range_ in whole.captures if range_ in part)
+    sizes = {"step_tokens": step_tokens, "block_tokens": block_tokens}
+    expected = [
+        EncodeJob(step.token_ids, tuple(range_ for range_ in step.captures if range_ in part), step.known_tokens)
+        for step in steps(whole, **sizes)
+    ]
+    assert list(steps(EncodeJob(whole.token_ids, kept, 0, whole.captures), **sizes)) == expected
+
+
 def test_one_step_is_enough_for_what_fits_into_one() -> None:
     [step] = steps(job(100, 25, 25, 25), step_tokens=200, block_tokens=128)
     assert step == job(100, 25, 25, 25)
