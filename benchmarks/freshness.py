@@ -255,13 +255,12 @@ def shares_of_full_build(
     head = range(head_tokens)
     chunks = FactChunks("", "", head, window_facts=window_facts, room_tokens=1 << 30, keep_stale=True)
     chunks.update(told)
-    full = sum(len(job.token_ids) for job in chunks.jobs(lambda _: False))
     held = set(chunks.ids()).__contains__
     shares: list[float] = []
     for first in range(0, len(told), turn_facts):
         corrected = [line(seq, 1) for seq in range(first, first + turn_facts)]
         chunks.update([*told[:first], *corrected, *told[first + turn_facts :]])
         chunks.renew()
-        shares.append(sum(len(job.token_ids) for job in chunks.jobs(held)) / full)
+        shares.append(sum(len(job.token_ids) for job in chunks.jobs(held)) / chunks.full_tokens)
         chunks.update(told)
     return shares

@@ -142,6 +142,12 @@ class FactChunks:
         """Of all facts."""
         return sum(len(piece.token_ids) for piece in self._pieces.values())
 
+    @property
+    def full_tokens(self) -> int:
+        """Of the prompts that encode all facts."""
+        prompts = (len(self._head) + sum(len(line.token_ids) for line in layout.lines) for layout in self._layouts)
+        return sum(tokens for tokens in prompts if tokens <= self._room)
+
     def renew(self, salt: str = "") -> None:
         """From now on `jobs` names what is stale, too, to be computed as a full build computes it: rounding follows how
         a prompt is cut into steps, so it is cut as if all of it were captured, and with a `salt` that was never used

@@ -15,7 +15,6 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from connector.chunk import ChunkId
 from connector.memory_counts import Reason
 from connector.plan import Piece
 from connector.template import PromptTemplate
@@ -97,10 +96,12 @@ class Residents:
 
     async def rebuild(self, memory: UserMemory) -> Rebuilt:
         """Encodes anew what corrections left stale, as far as there is room. Raises what `changed` raises."""
-        chunks, user = self._chunks[memory], memory.placement.user
-        facts = chunks.stale_facts
+        chunks, user = self._chunks.get(memory), memory.placement.user
+        if chunks is None or not chunks.stale_facts:
+            return Rebuilt(0, 0, 0 if chunks is None else chunks.full_tokens)
+        facts, full = chunks.stale_facts, chunks.full_tokens
         chunks.renew(uuid.uuid4().hex)
-        tokens, full = (sum(len(job.token_ids) for job in chunks.jobs(held)) for held in (self._tiers.peek_held, _no))
+        tokens = sum(len(job.token_ids) for job in chunks.jobs(self._tiers.peek_held))
         await self._encoder.submit(user, chunks)
         await self._encoder.settled(user)
         chunks.settle(self._tiers.peek_held)
@@ -249,7 +250,3 @@ class Residents:
             room_tokens=self._room_tokens,
             keep_stale=self._keep_stale,
         )
-
-
-def _no(_: ChunkId) -> bool:
-    return False

@@ -175,6 +175,8 @@ def test_whatever_happens_no_deleted_fact_is_in_a_chunk_and_no_old_text_in_its_o
     assert store.prompts == Store(store.lines, window).prompts, "not what a full build makes"
     assert store.chunks.stale_facts == 0
     assert not store.chunks.lacks(store.resident)
+    nothing = store.chunks.jobs(lambda _: False)
+    assert store.chunks.full_tokens == sum(len(job.token_ids) for job in nothing)
 
 
 @given(st.integers(0, 99), st.sampled_from([20, 10, 5]))
