@@ -192,12 +192,23 @@ class FileTier:
         return Unavailable(f"The files of the {self.name} tier could not be removed; try again when it is back.")
 
     async def owners(self) -> dict[str, str]:
-        """Whose files are here: user ids by owner key, read from the files themselves."""
+        """Whose files are here, as far as they are counted: user ids by owner key, read from the files themselves."""
         return await asyncio.to_thread(
             self._owners, {key: self.ledger.ids_of(key) for key in self.ledger.owner_names()}
         )
 
-    def _owners(self, ids: dict[str, list[ChunkId]]) -> dict[str, str]:
+    async def everybody(self) -> dict[str, str]:
+        """The same, of whatever files of this model there are. Raises OSError."""
+
+        def look() -> dict[str, str]:
+            found: defaultdict[str, list[ChunkId]] = defaultdict(list)
+            for entry in self.files.entries(self._digest):
+                found[entry.owner_key].append(entry.id)
+            return self._owners(found)
+
+        return await asyncio.to_thread(look)
+
+    def _owners(self, ids: Mapping[str, list[ChunkId]]) -> dict[str, str]:
         found: dict[str, str] = {}
         for key, some in ids.items():
             for id_ in some:

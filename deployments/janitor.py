@@ -26,6 +26,8 @@ from sharding.ids import ShardId, UserId
 from sharding.user_memory import UserTable
 
 SWEEP_S = 300.0
+SHARED_SWEEP_S = 6 * 3600.0
+"""A look through all that shards share may be long, and dear where it is an object store."""
 LOOK_S = 2.0
 """How often it is looked whether the lease ran out."""
 
@@ -50,7 +52,7 @@ class Janitor:
     async def run(self) -> None:
         """Sweeps now, every `SWEEP_S` seconds, and after each lapse of the lease, until it is cancelled."""
         now = asyncio.get_running_loop().time
-        due = 0.0
+        due, shared_due = 0.0, now() + SWEEP_S
         while True:
             try:
                 if self._table.lease.valid():
@@ -58,7 +60,10 @@ class Janitor:
                 if now() >= due:
                     due = now() + SWEEP_S
                     await self.sweep()
-            except MemshardError as error:
+                if now() >= shared_due:
+                    shared_due = now() + SHARED_SWEEP_S
+                    await self.sweep_shared()
+            except (MemshardError, OSError) as error:
                 log.warning("What is here of users who left is removed later: %s", error)
             await asyncio.sleep(LOOK_S)
 
@@ -89,6 +94,17 @@ class Janitor:
                 elsewhere = placement is not None and placement.shard != self._me and placement.shard in alive
                 if user not in self._table and (elsewhere or not await self._has_facts(key, user)):
                     await self._residents.left(user)
+
+    async def sweep_shared(self) -> None:
+        """Removes the files that shards share of users of whom nothing is kept: a deletion that nobody sent again after
+        it had failed half-way left them. One of the living shards does it for all. Raises `Unavailable`, OSError."""
+        if min(await self._directory.shards(), default=self._me) != self._me:
+            return
+        for tier in self._tiers.files:
+            if not tier.exclusive:
+                for owner in (await tier.everybody()).values():
+                    if not await self._directory.remembers(UserId(owner)):
+                        await tier.purge(owner)
 
     async def _has_facts(self, key: str, user: UserId) -> bool:
         if key not in self._with_facts and await self._store.load(user):

@@ -23,9 +23,9 @@ Rule = Callable[[Sequence[Object]], Iterator[str]]
 
 ROOT = Path(__file__).parent.parent
 SECRETS = {"memshard-memory-redis", "memshard-gcs-redis", "memshard-encryption"}
-"""What the operator creates before anything else (docs/operate.md); the key of each is `password`."""
+"""What the operator creates before anything else (docs/operate.md); the last one where anything is to be encrypted."""
 
-_SECRET_NAME = re.compile("PASSWORD|SECRET|TOKEN|CREDENTIAL", re.IGNORECASE)
+_SECRET_NAME = re.compile("PASSWORD|SECRET|TOKEN|CREDENTIAL|_KEY$", re.IGNORECASE)
 
 
 def settings_exist(objects: Sequence[Object]) -> Iterator[str]:

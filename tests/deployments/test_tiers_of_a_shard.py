@@ -213,6 +213,29 @@ async def test_files_of_users_whom_another_shard_owns_or_who_have_no_facts_are_s
         assert left == {"stays", "waits"}
 
 
+async def test_shared_files_of_whom_nothing_is_kept_are_swept_away_by_one_shard(
+    redis: Redis, url: str, tmp_path: Path
+) -> None:
+    """As where a shard died between Redis and the files, and nobody asked for the deletion again."""
+    shared = {"chunk_shared_url": str(tmp_path / "shared"), "chunk_shared_bytes": 1 << 30, "chunk_disk_bytes": 0}
+    async with tiered_shard("a", redis, url, tmp_path, **shared) as home:
+        for user in ("kept", "gone"):
+            placement = await home.owns(user)
+            await home.told(placement, *FACTS)
+        await home.shard.store.delete_all(placement)
+    async with (
+        tiered_shard("b", redis, url, tmp_path, **shared) as first,
+        tiered_shard("c", redis, url, tmp_path, **shared) as second,
+    ):
+        for home in (first, second):
+            await home.directory.heartbeat(_report(home.me), home.me, 60.0)
+        await second.shard.janitor(second.me, second.directory).sweep_shared()
+        assert len(chunk_files(tmp_path)) == 2 * len(FACTS)
+        await first.shard.janitor(first.me, first.directory).sweep_shared()
+        left = {ChunkFormat().owner_of(path.read_bytes()[:HEADER_BYTES]) for path in chunk_files(tmp_path)}
+        assert (left, len(chunk_files(tmp_path))) == ({"kept"}, len(FACTS))
+
+
 async def test_a_shard_whose_lease_ran_out_lets_go_of_whom_others_took_meanwhile(
     redis: Redis, url: str, tmp_path: Path
 ) -> None:
