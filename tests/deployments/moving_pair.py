@@ -39,12 +39,14 @@ class Pair:
         return placement
 
     async def sent(self, call: Callable[[TieredShard, Placement], Awaitable[object]], cached: Placement) -> object:
-        """As `OwnerCalls` does it: one retry."""
-        try:
-            return await call(self.shards[cached.shard], cached)
-        except WrongShard:
-            placement = await self.placement()
-            return await call(self.shards[placement.shard], placement)
+        """As `OwnerCalls` does it: whoever has moved again meanwhile is looked up again."""
+        placement = cached
+        for _ in range(4):
+            try:
+                return await call(self.shards[placement.shard], placement)
+            except WrongShard:
+                placement = await self.placement()
+        return await call(self.shards[placement.shard], placement)
 
     def meet(self) -> None:
         """Their workers reach each other from now on, and nothing goes wrong on the way."""
