@@ -16,7 +16,7 @@ from connector.moves import PEER, Move
 from deployments import arrivals, copies, deterministic_lines
 from deployments.deterministic import DeterministicEngine, mark
 from deployments.deterministic_lines import SocketLine
-from deployments.memory_calls import ArrivedCall, DropCopyCall, MemoryCall, OfferCall
+from deployments.memory_calls import ArrivedCall, DropCopyCall, MemoryCall, OfferCall, UpdateCall
 from sharding.errors import DeadlineExceeded, EngineFailed, MemshardError, ShardGone, Unavailable, WrongShard
 from sharding.ids import Placement, ShardId
 from sharding.move import End
@@ -187,34 +187,36 @@ async def test_a_target_that_died_while_it_was_copied_to_is_not_moved_to(pair: P
     await pair.everything_is_served_by_one()
 
 
-async def test_a_fact_that_is_deleted_while_it_is_copied_is_gone_there_before_the_answer(pair: Pair) -> None:
+async def test_what_a_correction_makes_go_while_it_is_copied_is_gone_there_before_the_answer(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copies, "SLICE_BYTES", 64)  # a chunk each
     placement = await pair.placement()
-    deleted = pair.ids[FACTS[2]]
+    here, there = pair.one.shard.tiers, pair.other.shard.tiers
+    corrected = "boat 2 is called Zoe"
 
-    async def deletes(shard: ShardId, call: MemoryCall[Any]) -> None:
-        if isinstance(call, ArrivedCall) and FACTS[2] in pair.told:
-            there = pair.other.shard.tiers.ids_of(ALICE)
-            assert there
-            pair.told.remove(FACTS[2])
-            deleting.append(asyncio.create_task(pair.one.deleted(placement, deleted)))
+    async def corrects(shard: ShardId, call: MemoryCall[Any]) -> None:
+        if isinstance(call, OfferCall) and len(there.ids_of(ALICE)) == len(FACTS) - 1 and not gone:
+            before = here.ids_of(ALICE)
+            pair.told[pair.told.index(FACTS[2])] = corrected
+            await pair.one.shard.ask(UpdateCall("u", placement, pair.ids[FACTS[2]], corrected))
+            gone.update(before - here.ids_of(ALICE))
+            assert not gone & there.ids_of(ALICE)
 
-    deleting: list[asyncio.Task[None]] = []
+    gone: set[str] = set()
     assert pair.neighbours is not None
-    pair.neighbours.after = deletes
-    await pair.move()
-    await asyncio.gather(*deleting)
-    assert pair.neighbours.of(DropCopyCall), "the target was not told"
+    pair.neighbours.before = corrects
+    assert (await pair.move()).end is End.MOVED
+    assert gone
     await pair.everything_is_served_by_one()
-    owner = pair.shards[(await pair.placement()).shard].shard
-    await owner.encoder.settled(ALICE)
-    assert len(owner.tiers.ids_of(ALICE)) == len(pair.told)
 
 
-async def test_a_deletion_that_the_target_does_not_confirm_is_not_answered(pair: Pair) -> None:
-    placement = await pair.placement()
-    copy = pair.one.shard.courier.copy(placement, pair.other.me)
+async def test_chunks_are_not_gone_while_the_target_does_not_confirm_it(pair: Pair) -> None:
+    copy = pair.one.shard.courier.copy(await pair.placement(), pair.other.me)
     assert copy is not None
     assert await copy.run()
+    everything = pair.one.shard.tiers.ids_of(ALICE)
+    one = sorted(everything)[:1]
 
     async def silent(shard: ShardId, call: MemoryCall[Any]) -> None:
         raise DeadlineExceeded("It took too long.")
@@ -222,12 +224,10 @@ async def test_a_deletion_that_the_target_does_not_confirm_is_not_answered(pair:
     assert pair.neighbours is not None
     pair.neighbours.before = silent
     with pytest.raises(Unavailable, match="copy"):
-        await pair.one.deleted(placement, pair.ids[FACTS[0]])
-    pair.told.remove(FACTS[0])
-    before = len(pair.other.shard.tiers.ids_of(ALICE))
+        await pair.one.shard.encoder.forget(one)
     pair.neighbours.calm()
-    await pair.one.shard.encoder.forget([])  # as with the next deletion: what was not confirmed is asked for again
-    assert len(pair.other.shard.tiers.ids_of(ALICE)) < before
+    await pair.one.shard.encoder.forget([])  # as with the next ones: what was not confirmed is asked for again
+    assert pair.other.shard.tiers.ids_of(ALICE) == everything - set(one)
     await copy.undo()
     copy.close()
     await left_nothing(pair)
