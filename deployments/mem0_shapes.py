@@ -153,8 +153,14 @@ class EntityPage(BaseModel):
 
 
 class ExportedTurn(BaseModel):
+    """As it was sent; `told_under` are the entities that it named."""
+
     messages: list[dict[str, str]]
     metadata: dict[str, Any]
+    told_under: dict[str, str]
+    timestamp: float | None
+    expiration_date: str | None
+    custom_instructions: str | None
 
 
 class ExportedMemory(BaseModel):
@@ -256,7 +262,12 @@ def export(kept: OwnerExport) -> Export:
     ]
     turns = [
         ExportedTurn(
-            messages=[{"role": role, "content": text} for role, text in turn.messages], metadata=dict(turn.metadata)
+            messages=[{"role": role, "content": text} for role, text in turn.messages],
+            metadata=dict(turn.metadata),
+            told_under=dict(turn.scopes),
+            timestamp=turn.told_at,
+            expiration_date=turn.expires_on,
+            custom_instructions=turn.instructions,
         )
         for turn in kept.turns
     ]

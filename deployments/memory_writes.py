@@ -33,10 +33,10 @@ from deployments.resident_use import ResidentUse
 from deployments.telemetry import step
 from sharding.errors import InvalidRequest, TooLarge
 from sharding.facts import AddEvent, Fact, FactStore, Told, text_hash
-from sharding.filters import matches
+from sharding.filters import Compare, Filter, matches
 from sharding.ids import FactId, Placement
 from sharding.memory import UserMemory
-from sharding.scopes import entities, entity_of, tenant_of
+from sharding.scopes import FIELDS, entities, entity_of, tenant_of
 from sharding.sealing import Unreadable
 from sharding.turns import Turn
 
@@ -162,7 +162,9 @@ class MemoryWrites:
     async def _forget_read(self, call: ForgetCall) -> int:
         async with self._users.use(call.placement) as memory, memory.write_lock:
             if call.filters is not None:
-                return await self._remove(memory, [f.id for f in memory.facts if matches(call.filters, f)])
+                count = await self._remove(memory, [f.id for f in memory.facts if matches(call.filters, f)])
+                await self._forget_turns(memory, call.filters)
+                return count
             gone: list[Fact | Turn] = [*memory.facts, *(await self._turns(memory))]
             count = await self._store.delete_all(call.placement)
             memory.clear()
@@ -203,6 +205,16 @@ class MemoryWrites:
             unused -= scopes_of(memory.placement, stays)
         if unused:
             await self._store.registry.unregister(memory.placement.user, unused, empty=not stays)
+
+    async def _forget_turns(self, memory: UserMemory, filters: Filter) -> None:
+        """Where all of an entity is to be deleted: what was told under it, also where no fact came of that."""
+        if isinstance(filters, Compare) and filters.field in FIELDS and filters.operator == "eq":
+            turns = await self._store.turns.turns(memory.placement.user)
+            gone = {id: turn for id, turn in turns.items() if turn.scopes.get(filters.field) == filters.operand}
+            if gone:
+                await self._store.turns.forget(memory.placement, list(gone))
+                self._store.log.deleted()
+                await self._unregister(memory, list(gone.values()))
 
     async def _turns(self, memory: UserMemory) -> list[Turn]:
         """Those that are kept, also where nothing was distilled from them."""

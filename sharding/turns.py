@@ -59,6 +59,7 @@ class TurnStore:
         self._seal = seal
         self._begin = script(redis, "fence", "turn")
         self._settle = script(redis, "fence", "settle")
+        self._forget = script(redis, "fence", "forget_turns")
 
     async def begin(self, placement: Placement, turn_id: str, turn: Turn, event: Event) -> None:
         """Keep a turn and its event. Raises `WrongShard`."""
@@ -74,6 +75,11 @@ class TurnStore:
         keys = [self._keys.pending(user), self._keys.event(user, turn_id), self._keys.mentions(user)]
         arguments = [turn_id, _dumped(event), str(EVENT_TTL_S), *(id for id, _ in event.results)]
         await self._fenced("note what became of a turn", self._settle, placement, keys, arguments)
+
+    async def forget(self, placement: Placement, turn_ids: Sequence[str]) -> None:
+        """Turns are gone, with what was still to be distilled from them. Raises `WrongShard`."""
+        keys = [self._keys.turns(placement.user), self._keys.pending(placement.user)]
+        await self._fenced("delete turns", self._forget, placement, keys, list(turn_ids))
 
     async def turn(self, user: UserId, turn_id: str) -> Turn | None:
         """The turn, or None where it was deleted."""

@@ -117,6 +117,22 @@ def test_who_only_said_what_is_no_fact_is_listed_until_that_is_deleted_too(
     assert http.get("/v1/export", params={"user_id": ada}).json()["turns"] == []
 
 
+def test_with_an_agent_goes_what_was_said_to_it_also_where_no_fact_came_of_that(
+    quiet_town: Town, http: httpx.Client, ada: str
+) -> None:
+    for agent, said in ((f"{ada}-a", "..."), (f"{ada}-b", " . ")):
+        told = {"user_id": ada, "agent_id": agent, "messages": said}
+        http.post("/v3/memories/add/", json=told).raise_for_status()
+    for shard in quiet_town.shards.by_id.values():
+        quiet_town.run(shard.distillation.settled())
+    http.delete(f"/v2/entities/agent/{ada}-a/").raise_for_status()
+    turns = http.get("/v1/export", params={"user_id": ada}).json()["turns"]
+    assert [turn["told_under"] for turn in turns] == [{"user_id": ada, "agent_id": f"{ada}-b"}]
+    assert {one["name"] for one in http.get("/v1/entities/").json()["results"]} == {ada, f"{ada}-b"}
+    http.delete(f"/v2/entities/user/{ada}/").raise_for_status()
+    assert http.get("/v1/entities/").json()["count"] == 0
+
+
 def test_what_was_encoded_behind_a_deleted_fact_is_encoded_again(
     quiet_town: Town, http: httpx.Client, ada: str
 ) -> None:
