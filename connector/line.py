@@ -75,8 +75,8 @@ class Door:
 
     def __init__(self, host: str, token: str, device: torch.device, nccl: bool) -> None:
         self._about = (host, token, device, nccl)
-        self._store = torch.distributed.TCPStore(
-            host, 0, None, True, timeout=timedelta(seconds=CONNECT_S), wait_for_workers=False
+        self._store = torch.distributed.TCPStore(  # listens on every address of this machine
+            "127.0.0.1", 0, None, True, timeout=timedelta(seconds=CONNECT_S), wait_for_workers=False
         )
         self.address = (host, int(self._store.port))
 

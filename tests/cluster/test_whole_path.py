@@ -85,10 +85,12 @@ def test_a_user_moves_between_shards_with_their_chunks_and_is_answered_the_same(
     before = server.ask("mover", "Where does my sister live?")
     shards = [shard["shard"] for shard in server.shards()]
     encoded = [shard["counters"]["memory_tokens_prefilled_not_encoded"] for shard in server.shards()]
+    sent_chunks = 0
     for target in shards * 2:
         report = server.http.post("/v1/admin/moves", json={"user_id": "mover", "shard": target})
         assert report.status_code == 200, report.text
         assert (report.json()["end"], report.json()["placement"]["shard"]) == ("moved", target)
+        sent_chunks += report.json()["sent_chunks"]
         answer = server.ask("mover", "Where does my sister live?")
         assert answer["choices"] == before["choices"]
         used = answer["memory"]
@@ -96,6 +98,7 @@ def test_a_user_moves_between_shards_with_their_chunks_and_is_answered_the_same(
         assert used["fallback"] is None
         assert used["injected_tokens"] + used["prefix_cached_tokens"] >= used["memory_tokens"]
     assert [shard["counters"]["memory_tokens_prefilled_not_encoded"] for shard in server.shards()] == encoded
+    assert sent_chunks in (3 * len(FACTS), 4 * len(FACTS)), "from worker to worker; the first may have been no move"
 
 
 def test_two_users_with_the_same_facts_share_nothing(server: WholeServer) -> None:
