@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +72,30 @@ class Pair:
         assert isinstance(read, tuple)
         assert before <= set(read[0]), "an acknowledged fact was not read"
         assert len(read[0]) == len(set(read[0])), "a fact was read twice"
+
+    @asynccontextmanager
+    async def talked_to(self) -> AsyncIterator[None]:
+        """Writes and reads go on meanwhile, from callers whose cache is as old as it gets; each is answered, and every
+        answer has what was acknowledged before, once."""
+        talking, cached = True, await self.placement()
+
+        async def write() -> None:
+            for n in itertools.count(len(self.told)):
+                if not talking:
+                    return
+                await self.tell(f"boat {100 + n} is called boat {n}", cached)
+
+        async def read() -> None:
+            while talking:
+                await self.reads_what_was_told(cached)
+                await asyncio.sleep(0)
+
+        tasks = [asyncio.create_task(write()), *(asyncio.create_task(read()) for _ in range(3))]
+        try:
+            yield
+        finally:
+            talking = False
+            await asyncio.gather(*tasks)
 
     async def move(self) -> MoveReport:
         placement = await self.placement()

@@ -17,9 +17,10 @@ from deployments import arrivals, copies, deterministic_lines
 from deployments.deterministic import DeterministicEngine, mark
 from deployments.deterministic_lines import SocketLine
 from deployments.memory_calls import ArrivedCall, DropCopyCall, MemoryCall, OfferCall, UpdateCall
+from deployments.mover import _Move
 from sharding.errors import DeadlineExceeded, EngineFailed, MemshardError, ShardGone, Unavailable, WrongShard
 from sharding.ids import Placement, ShardId
-from sharding.move import End
+from sharding.move import Do, End, Outcome
 
 
 @pytest.fixture(autouse=True)
@@ -173,6 +174,45 @@ async def test_a_line_that_fails_in_the_middle_loses_nothing(
     monkeypatch.undo()
     assert (await pair.move()).end is End.MOVED
     await pair.everything_is_served_by_one()
+
+
+ON_THE_WAY = [Do.COPY, Do.PAUSE, Do.COPY_TAIL, Do.CLOSE, Do.SWITCH, Do.GO, Do.DROP]
+
+
+@pytest.mark.parametrize("how", ["fails", "is cut off", "is cut off when it is done"])
+@pytest.mark.parametrize("step", ON_THE_WAY)
+async def test_whatever_breaks_in_a_move_nobody_who_talks_meanwhile_notices(
+    pair: Pair, step: Do, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken: list[Do] = []
+    outcome = _Move._outcome
+
+    async def breaks(move: _Move, do: Do) -> Outcome:
+        if do is not step or broken or (do is Do.GO and how == "fails"):
+            return await outcome(move, do)
+        broken.append(do)
+        if how == "fails":
+            return Outcome.FAILED
+        if how == "is cut off when it is done":
+            await outcome(move, do)
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr(_Move, "_outcome", breaks)
+    monkeypatch.setattr("deployments.mover.RETRY_S", 0.0)
+    async with pair.talked_to():
+        await asyncio.sleep(0.01)
+        if how == "fails":
+            await pair.move()
+        else:
+            with pytest.raises(asyncio.CancelledError):
+                await pair.move()
+        await asyncio.sleep(0.01)
+        assert (await pair.move()).end is End.MOVED
+    await pair.everything_is_served_by_one()
+    assert len(pair.told) > len(FACTS)
+    for shard in (pair.one, pair.other):
+        await shard.shard.encoder.settled(ALICE)
+        await shard.shard.users.background_done()
 
 
 async def test_a_target_that_died_while_it_was_copied_to_is_not_moved_to(pair: Pair) -> None:

@@ -56,27 +56,10 @@ async def test_chunks_that_both_see_need_not_be_encoded_again(pair: Pair, tmp_pa
 
 
 async def test_nothing_is_lost_or_refused_under_reads_and_writes_that_go_on(pair: Pair) -> None:
-    moving = True
-    cached = await pair.placement()
-
-    async def write() -> None:
-        for n in itertools.count():
-            if not moving:
-                return
-            await pair.tell(f"boat {100 + n} is called boat {n}", cached)
-
-    async def read() -> None:
-        while moving:
-            await pair.reads_what_was_told(cached)
-            await asyncio.sleep(0)
-
-    talking = [asyncio.create_task(write()), *(asyncio.create_task(read()) for _ in range(3))]
-    for _ in range(5):
-        await asyncio.sleep(0.02)
-        assert (await pair.move()).end is End.MOVED
-        cached = await pair.placement()
-    moving = False
-    await asyncio.gather(*talking)
+    async with pair.talked_to():
+        for _ in range(5):
+            await asyncio.sleep(0.02)
+            assert (await pair.move()).end is End.MOVED
     assert len(pair.told) > len(FACTS)
     await pair.everything_is_served_by_one()
 
