@@ -179,7 +179,7 @@ class FileTier:
         that had lost the user wrote after all, and beside an exclusive tier what lies in directories that no shard
         holds. Raises `Unavailable` where that failed: they may be there."""
         key = owner_key(owner)
-        keep = set(self.ledger.ids_of(key))
+        keep = self.ledger.__contains__ if self.ledger.ids_of(key) else None  # asked as each file is looked at
         try:
             await asyncio.to_thread(self.files.purge, self._digest, key, keep)
             if self.exclusive and isinstance(self.files, LocalFiles):
@@ -237,4 +237,4 @@ class FileTier:
 
 def _purge_abandoned(files: LocalFiles, key: str) -> None:
     for abandoned in files.abandoned():
-        abandoned.purge("", key, ())
+        abandoned.purge("", key, None)

@@ -18,7 +18,7 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TextIO
@@ -33,6 +33,9 @@ TEMPORARY_S = 60.0
 """How old a temporary file is that nobody writes to any more."""
 
 ID_DIGITS = 32
+
+
+Keeps = Callable[[ChunkId], bool]
 
 
 class Entry(NamedTuple):
@@ -82,8 +85,8 @@ class Files(Protocol):
     def touch(self, digest: str, key: str) -> None:
         """The user's files were used."""
 
-    def purge(self, digest: str, key: str, keep: Collection[ChunkId]) -> None:
-        """Removes all of a user, also what other models left, but for the chunks of `keep` under `digest`."""
+    def purge(self, digest: str, key: str, keep: Keeps | None) -> None:
+        """Removes all of a user, also what other models left, but for the chunks under `digest` that are to be kept."""
 
 
 class LocalFiles:
@@ -163,19 +166,19 @@ class LocalFiles:
         with suppress(FileNotFoundError):
             os.utime(self.root / directory_of(digest, key))
 
-    def purge(self, digest: str, key: str, keep: Collection[ChunkId]) -> None:
+    def purge(self, digest: str, key: str, keep: Keeps | None) -> None:
         for user in self.root.glob(f"*/{key[:2]}/{key}"):
-            if not keep or user.parent.parent.name != digest:
+            if keep is None or user.parent.parent.name != digest:
                 _remove_tree(user)
                 continue
             for file in user.iterdir():
                 part = _part(file.name)
-                if (part is None and _age_s(file) > TEMPORARY_S) or (part is not None and part[0] not in keep):
+                if (part is None and _age_s(file) > TEMPORARY_S) or (part is not None and not keep(part[0])):
                     file.unlink(missing_ok=True)
 
     def abandoned(self) -> Iterator[LocalFiles]:
         """The directories beside this one that no living process holds (see `take`); each is held while it is out."""
-        for directory in self.root.parent.iterdir():
+        for directory in self.root.parent.glob("[0-9]*"):
             if directory == self.root or not directory.name.isdecimal():
                 continue
             with (directory / "lock").open("w") as lock, suppress(BlockingIOError):
@@ -242,7 +245,7 @@ class RemoteFiles:
     def touch(self, digest: str, key: str) -> None:
         """Object stores know no directories: after a restart their users count as equally old."""
 
-    def purge(self, digest: str, key: str, keep: Collection[ChunkId]) -> None:
+    def purge(self, digest: str, key: str, keep: Keeps | None) -> None:
         self._fs.invalidate_cache()
         try:
             models = [str(path).rstrip("/").rpartition("/")[2] for path in self._fs.ls(self._root, detail=False)]
@@ -255,7 +258,7 @@ class RemoteFiles:
                 continue
             for path in map(str, found):
                 part = _part(path.rpartition("/")[2])
-                if model != digest or part is None or part[0] not in keep:
+                if model != digest or part is None or keep is None or not keep(part[0]):
                     self._fs.rm_file(path)
 
 

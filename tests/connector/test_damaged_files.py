@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -16,7 +17,16 @@ from tier_home import DIGEST, TierHome, an_id
 
 from connector.chunk_file import HEADER_BYTES, PIECE_BYTES, ChunkFormat, Damaged, Label
 from connector.file_tier import ILL_S
-from connector.files import Entry, LocalFiles, RemoteFiles, name_of, open_files, owner_key
+from connector.files import (
+    TEMPORARY_S,
+    Entry,
+    LocalFiles,
+    RemoteFiles,
+    directory_of,
+    name_of,
+    open_files,
+    owner_key,
+)
 from sharding.errors import Unavailable
 
 ALICE = an_id("alice", 0)
@@ -285,6 +295,33 @@ def test_a_file_system_keeps_lists_and_removes(kind: str, tmp_path: Path) -> Non
     files.remove([*names[:2], "not/there"])
     assert list(files.entries(DIGEST, alice)) == []
     assert len(list(files.entries(DIGEST))) == 1
+
+
+@pytest.mark.parametrize("kind", ["local", "remote"])
+def test_all_of_a_user_goes_but_what_is_to_be_kept_and_nothing_of_anybody_else(kind: str, tmp_path: Path) -> None:
+    files = open_files(str(tmp_path) if kind == "local" else f"memory://purge-{tmp_path.name}")
+    alice, bob, other = owner_key("alice"), owner_key("bob"), "0" * 32
+    kept, gone = an_id("alice", 0), an_id("alice", 1)
+    names = [name_of(digest, key, id_, 0) for digest in (DIGEST, other) for key in (alice, bob) for id_ in (kept, gone)]
+    files.purge(DIGEST, alice, None)  # there is nothing at all yet
+    for name in names:
+        files.write(name, [memoryview(PAYLOAD)], lambda: HEADER)
+    if kind == "local":
+        for name, age_s in ((".tmp-old", 2 * TEMPORARY_S), (".tmp-new", 0.0)):
+            half = tmp_path / directory_of(DIGEST, alice) / name
+            half.write_bytes(b"half a chunk")
+            os.utime(half, (time.time() - age_s,) * 2)
+    files.purge(DIGEST, alice, lambda id_: id_ == kept)
+    assert {(digest, entry.id) for digest in (DIGEST, other) for entry in files.entries(digest, alice)} == {
+        (DIGEST, kept)
+    }
+    if kind == "local":
+        left = sorted(path.name for path in (tmp_path / directory_of(DIGEST, alice)).iterdir())
+        assert left == sorted([f"{kept}.0", ".tmp-new"]), "what is being written is left alone"
+    files.purge(DIGEST, alice, None)
+    assert not [entry for digest in (DIGEST, other) for entry in files.entries(digest, alice)]
+    assert not (tmp_path / directory_of(DIGEST, alice)).exists()
+    assert len([entry for digest in (DIGEST, other) for entry in files.entries(digest, bob)]) == 4
 
 
 async def test_users_find_their_chunks_in_a_remote_store_too(tmp_path: Path) -> None:
