@@ -154,7 +154,7 @@ def move(quick: Quick = False, json: Json = None, model: Model = None) -> None:
 
     console = Console()
     measured = run_to_end(bench.measure(model, console, quick), console)
-    console.print(move_report.rates(measured), move_report.pauses(measured), sep="\n")
+    console.print(move_report.speeds(measured), move_report.pauses(measured), sep="\n")
     if json is not None:
         Report.of("move", list(move_report.rows(measured))).write_json(json)
 

@@ -2,8 +2,8 @@
 
 Two shards with an engine each, every engine on a core of its own. Each round, in random order:
 
-    raw          as many bytes over the same line, with plain sends and receives: in messages of 4 MiB, and in messages
-                 of a chunk each
+    raw          as many bytes over the same line, with plain sends and receives: in messages of 4 MiB, into memory that
+                 is there already; and in messages of a chunk each, into new memory, as chunks arrive
     move         the user moves to the other shard, and is asked for there
 
 then, in rounds of their own, the user moves while facts are told all the time: `paused` is how long the longest of them
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from connector.engine import MemoryEngine
     from deployments.shard import Shard
 
-Arm = Literal["raw, 4 MiB messages", "raw, a chunk a message", "move"]
+Arm = Literal["raw, 4 MiB messages", "raw, chunks into new memory", "move"]
 ARMS: tuple[Arm, ...] = get_args(Arm)
 RAW = ARMS[:2]
 T = TypeVar("T")
@@ -171,11 +171,12 @@ class Pair:
         """As many bytes from the shard where the user is to the other."""
         source, target = self._shards[placement.shard], self._shards[self._other(placement.shard)]
         sizes = [source.ledger.tokens(id_) * source.engine.token_bytes for id_ in source.ledger.ids_of("user")]
-        if arm == "raw, 4 MiB messages":
+        new = arm == "raw, chunks into new memory"
+        if not new:
             sizes = [4 * MIB] * (sum(sizes) // (4 * MIB))
         line = source.courier.lines[self._other(placement.shard)]
         took_s, _ = await asyncio.gather(
-            in_worker(source, _raw, line, sizes, True), in_worker(target, _raw, line, sizes, False)
+            in_worker(source, _raw, line, sizes, True, False), in_worker(target, _raw, line, sizes, False, new)
         )
         return Rate(arm, round_, sum(sizes), took_s)
 
@@ -249,7 +250,7 @@ def _last(worker: object) -> tuple[float, float]:
     return began, ended
 
 
-def _raw(worker: object, name: str, sizes: Sequence[int], sends: bool) -> float:
+def _raw(worker: object, name: str, sizes: Sequence[int], sends: bool, new: bool) -> float:
     """Runs in a worker: how long it took to send messages of these sizes, until the other end had them all."""
     import torch
 
@@ -260,7 +261,10 @@ def _raw(worker: object, name: str, sizes: Sequence[int], sends: bool) -> float:
         (group.receive if sends else group.send)(token)()
         began = time.perf_counter()
         on_way: deque[Callable[[], None]] = deque()
-        for message in data.split(list(sizes)):
+        kept: list[Any] = []
+        for part in data.split(list(sizes)):
+            message = torch.empty(len(part), dtype=torch.uint8) if new else part
+            kept.append(message)
             on_way.append((group.send if sends else group.receive)(message))
             if len(on_way) > WINDOW:
                 on_way.popleft()()

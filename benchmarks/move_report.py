@@ -6,31 +6,34 @@ from collections.abc import Callable, Iterator, Sequence
 
 from rich.table import Table
 
-from benchmarks.move import ARMS, RAW, Arm, Measured, Rate
+from benchmarks.move import RAW, Arm, Measured, Rate
 from benchmarks.results import Row, Spread
+
+Seconds = Callable[[Rate], float]
+
+LINES: dict[str, tuple[Arm, Seconds]] = {
+    RAW[0]: (RAW[0], lambda rate: rate.line_s),
+    RAW[1]: (RAW[1], lambda rate: rate.line_s),
+    "move, between the workers": ("move", lambda rate: rate.line_s),
+    "move, the whole copy": ("move", lambda rate: rate.copy_s),
+}
+"""What has a row, of which arm and by which of its times."""
 
 
 def rows(measured: Measured) -> Iterator[Row]:
-    """One row an arm, and one of what writers saw (`part` "writes")."""
-    about: dict[str, str | int] = {
-        "model": measured.model,
-        "facts": measured.facts,
-        "chunk_bytes": measured.chunk_bytes,
-    }
-    for arm in ARMS:
+    """One row of each of `LINES` (`part` "rate"), and one of what writers saw ("writes")."""
+    about: dict[str, str | int] = {"model": measured.model, "facts": measured.facts}
+    about |= {"chunk_bytes": measured.chunk_bytes}
+    for name, (arm, seconds) in LINES.items():
         some = [rate for rate in measured.rates if rate.arm == arm]
         yield {
             "part": "rate",
             **about,
-            "arm": arm,
+            "what": name,
             "n": len(some),
             "bytes": some[0].bytes,
-            **Spread.of(rate.bytes / rate.line_s for rate in some).row("line", "bytes_per_s"),
-            **(
-                Spread.of(rate.bytes / rate.copy_s for rate in some).row("copy", "bytes_per_s") if arm == "move" else {}
-            ),
-            "line_over_raw": ratio(measured.rates, arm, lambda rate: rate.line_s),
-            "copy_over_raw": ratio(measured.rates, arm, lambda rate: rate.copy_s or rate.line_s),
+            **Spread.of(rate.bytes / seconds(rate) for rate in some).row("rate", "bytes_per_s"),
+            **{f"over_raw_{n}": ratio(measured.rates, name, raw) for n, raw in enumerate(RAW)},
         }
     yield {
         "part": "writes",
@@ -45,39 +48,33 @@ def rows(measured: Measured) -> Iterator[Row]:
     }
 
 
-def ratio(rates: Sequence[Rate], arm: Arm, seconds: Callable[[Rate], float]) -> float:
-    """The arm's rate over the fastest raw one of the same round: the median of the rounds."""
-    found = []
-    for round_ in {rate.round for rate in rates}:
-        raw = max(r.bytes / r.line_s for r in rates if r.round == round_ and r.arm in RAW)
-        found += [r.bytes / seconds(r) / raw for r in rates if r.round == round_ and r.arm == arm]
+def ratio(rates: Sequence[Rate], name: str, raw: Arm) -> float:
+    """One of `LINES` over a raw arm of the same round: the median of the rounds."""
+    arm, seconds = LINES[name]
+    raw_by_round = {rate.round: rate.bytes / rate.line_s for rate in rates if rate.arm == raw}
+    found = [rate.bytes / seconds(rate) / raw_by_round[rate.round] for rate in rates if rate.arm == arm]
     return Spread.of(found).median
 
 
-def rates(measured: Measured) -> Table:
-    """MB/s and milliseconds."""
+def speeds(measured: Measured) -> Table:
+    """MB/s, and parts of what gloo does alone."""
     drawn = Table(
         title=f"{measured.facts} facts, {measured.rates[0].bytes / 1e6:.0f} MB, {measured.model}: median (quartiles)",
-        caption="part of raw: of the faster raw arm of the same round; line: between the workers; copy: all of it, as "
-        "the source's shard sees it",
+        caption="parts are medians of the rounds' ratios; the whole copy is as the source's shard sees it",
     )
-    for heading in ("", "line, MB/s", "part of raw", "copy, MB/s", "part of raw"):
+    for heading in ("", "MB/s", "of raw, 4 MiB", "of raw, new memory"):
         drawn.add_column(heading, justify="left" if heading == "" else "right")
-    for row in rows(measured):
-        if row["part"] == "rate":
-            some = [rate for rate in measured.rates if rate.arm == row["arm"]]
-            copy = ["", ""]
-            if row["arm"] == "move":
-                copy = [Spread.of(r.bytes / r.copy_s for r in some).text(1e-6), f"{row['copy_over_raw']:.2f}"]
-            line = Spread.of(r.bytes / r.line_s for r in some).text(1e-6)
-            drawn.add_row(str(row["arm"]), line, f"{row['line_over_raw']:.2f}", *copy)
+    for name, (arm, seconds) in LINES.items():
+        speed = Spread.of(rate.bytes / seconds(rate) for rate in measured.rates if rate.arm == arm)
+        parts = [f"{ratio(measured.rates, name, raw):.2f}" for raw in RAW]
+        drawn.add_row(name, speed.text(1e-6), *parts)
     return drawn
 
 
 def pauses(measured: Measured) -> Table:
     """Milliseconds that writers waited."""
-    drawn = Table(title=f"{len(measured.reports)} moves while facts are told, ms: median (quartiles), and the most")
-    for heading in ("", "ms", "most"):
+    drawn = Table(title=f"{len(measured.reports)} moves while facts are told, ms")
+    for heading in ("", "median (quartiles)", "most"):
         drawn.add_column(heading, justify="left" if heading == "" else "right")
     for name, values in {
         "writes paused": [report.paused_s for report in measured.reports],

@@ -35,6 +35,7 @@ STALL_S = 5.0
 """How long one piece may take: whoever is silent for longer counts as gone."""
 
 PIECE_BYTES = 4 << 20
+PAGE_BYTES = 4096
 WINDOW = 16
 """Pieces that are on their way at once."""
 
@@ -128,7 +129,7 @@ class Line:
                 host = _on_host(kv)
                 wire = kv if kv.device == group.device else host.to(group.device)
                 state = xxhash.xxh3_128()
-                for piece, own in zip(wire.split(PIECE_BYTES), host.split(PIECE_BYTES), strict=True):
+                for piece, own in zip(_pieces(wire), _pieces(host), strict=True):
                     state.update(own.numpy())  # just before it is sent: it is in the cache then
                     on_way.add(group.send(piece), piece)
                 state.update(struct.pack("<q", found.position))
@@ -142,10 +143,14 @@ class Line:
         a room then is nothing to be used. Raises `LineFailed`."""
         with _Transfer(self) as group:
             told = torch.zeros(HELLO_BYTES, dtype=torch.uint8, device=group.device)
-            group.receive(told)()
+            wait = group.receive(told)
+            wires = [_wire(room, group.device) for room in rooms]
+            for wire in wires:  # new memory is made when it is first written to: better before something comes
+                if wire.device.type == "cpu":
+                    wire.numpy()[::PAGE_BYTES] = 0
+            wait()
             if _bytes(told) != hello:
                 raise LineFailed("the other end sends something else")
-            wires = [_wire(room, group.device) for room in rooms]
             table = torch.zeros(len(rooms) * _ROW.size, dtype=torch.uint8, device=group.device)
             sums = [xxhash.xxh3_128() for _ in rooms]
             for place, piece in _received(group, wires):
@@ -200,9 +205,13 @@ class _Window:
             self._waits.popleft()[0]()
 
 
+def _pieces(flat: torch.Tensor) -> Sequence[torch.Tensor]:
+    return (flat,) if flat.numel() <= PIECE_BYTES else flat.split(PIECE_BYTES)
+
+
 def _received(group: Group, wires: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
     """The pieces as they come, each with its room's place; those that follow are asked for meanwhile."""
-    pieces = ((place, piece) for place, wire in enumerate(wires) for piece in wire.split(PIECE_BYTES))
+    pieces = ((place, piece) for place, wire in enumerate(wires) for piece in _pieces(wire))
     coming: deque[tuple[int, torch.Tensor, Callable[[], None]]] = deque()
     for place, piece in pieces:
         coming.append((place, piece, group.receive(piece)))
