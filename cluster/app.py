@@ -41,6 +41,9 @@ REPORT_S = 2.0
 ENCODE_BACKLOG_A_SHARD = 500
 """Chunks that one shard may be behind with: a minute or two of encoding on a CPU, seconds on a GPU."""
 
+REBALANCE_S = 10.0
+"""How often a shard looks whether it carries too much, at least."""
+
 SHARD_RESOURCE = "memshard_shard"
 GATEWAY_RESOURCE = "memshard_gateway"
 """What a Ray node offers, once for each shard or gateway that may run on it (see `Settings.place_by_resource`)."""
@@ -118,7 +121,8 @@ def build(
         chunk_shared_url=settings.chunk_shared_url,
         chunk_shared_bytes=settings.chunk_shared_bytes,
         chunk_load_deadline_s=settings.chunk_load_deadline_s,
-        rebalance=settings.rebalance,
+        rebalance=settings.rebalance or settings.max_shards is not None,
+        rebalance_every_s=min(REBALANCE_S, settings.scale_window_s / 4),
         move_nccl=settings.move_nccl,
         window_facts=settings.window_facts,
         prefill_nearest=settings.prefill_nearest,

@@ -115,7 +115,8 @@ class Settings(BaseSettings):
     chunk_load_deadline_s: Seconds = 0.5
     """How long a chat waits for chunks from a slower tier; what is not there by then is prefilled as text."""
     rebalance: bool = False
-    """Move users from shards that carry much more than the others, and cold users from full ones, while they talk."""
+    """Move users from shards that carry much more than the others, and cold users from full ones, while they talk. Also
+    so where `max_shards` is set: a shard that comes has nobody yet."""
     move_nccl: bool = False
     """Between GPUs, let moving users' chunks travel over NCCL, not by way of the hosts. It has never run."""
     max_requests_in_flight: Count = 64

@@ -1,6 +1,6 @@
 """A shard that carries too much moves users of its own away, one shard at a time.
 
-    every INTERVAL_S ─► what the shards last said of themselves ─► overloaded, or full of cold users?
+    every `every_s` ─► what the shards last said of themselves ─► overloaded, or full of cold users?
          ─► take the turn (`sharding/move_turns.py`) ─► plan ─► move ─► keep the turn until heartbeats tell of it
 
 There is no controller to lose: a shard knows its own users best, whose turn it is and who moved lately is in Redis,
@@ -28,7 +28,6 @@ from sharding.move_turns import MoveTurns
 from sharding.placement import ShardReport
 from sharding.rebalance import Move, RebalancingPolicy, ShardLoad, UserLoad
 
-INTERVAL_S = 10.0
 TURN_S = 120.0
 """How long a turn lasts at most that nobody gives back."""
 
@@ -64,10 +63,10 @@ class Rebalancer:
         self._settled_at = 0.0  # before that, what the others said may be older than what was done
         self.counters = {"rebalanced_users": 0, "cold_users_moved": 0, "planned_moves_failed": 0}
 
-    async def run(self) -> None:
+    async def run(self, every_s: float) -> None:
         """Until it is cancelled."""
         while True:
-            await asyncio.sleep(INTERVAL_S)
+            await asyncio.sleep(every_s)
             try:
                 await self.once()
             except MemshardError as error:

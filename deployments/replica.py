@@ -105,7 +105,7 @@ class ShardReplica:
             turns = MoveTurns(redis, keys)
             self._rebalancer = shard.rebalancer(self._me, turns, settle_s=settle_s, active_s=settings.active_s)
             if settings.rebalance:
-                balancing = asyncio.create_task(self._rebalancer.run())
+                balancing = asyncio.create_task(self._rebalancer.run(settings.rebalance_every_s))
                 undo.callback(balancing.cancel)
             await self._beat()
             undo.push_async_callback(self._retire)

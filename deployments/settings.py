@@ -69,6 +69,7 @@ class ShardSettings:
     chunk_load_deadline_s: float = 0.5
     move_nccl: bool = False  # between GPUs
     rebalance: bool = False  # move users from overloaded shards to others
+    rebalance_every_s: float = 10.0
     drain_s: float = 5.0  # how long a shard that stops moves users to others
     encryption_key: str | None = field(default=None, repr=False)  # for what people said; see sealing.py
     user_bytes: int | None = None  # of one user's facts; None is no limit

@@ -13,6 +13,7 @@ from geventhttpclient import HTTPClient
 from local_cluster import LocalCluster, local_cluster
 from rich.console import Console
 
+from benchmarks import load as load_command
 from benchmarks import load_compare, load_report
 from benchmarks.load_client import LoadClient
 from benchmarks.load_plan import LoadPlan
@@ -156,3 +157,18 @@ def test_what_shards_count_is_told_of_those_too_that_came_or_were_lost(closed: L
 def test_where_nobody_listens_it_says_so() -> None:
     with pytest.raises(MemshardError, match="No Memshard answers"):
         run(LoadPlan("http://127.0.0.1:9", 1, 1, MIX, ("off",)), lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"url": "http://127.0.0.1:9", "deterministic": 2}, "leave out --deterministic"),
+        ({"url": "http://127.0.0.1:9", "kill_every": 5.0}, "leave out --url"),
+        ({"max_shards": 4}, "goes with --deterministic"),
+        ({"deterministic": 4, "max_shards": 3}, "is not below it"),
+        ({"compare": 1, "rate": 2.0}, "leave out --csv"),
+    ],
+)
+def test_what_does_not_go_together_is_said_before_anything_starts(given: dict[str, Any], reason: str) -> None:
+    with pytest.raises(MemshardError, match=reason):
+        load_command.load(**{"url": None, "deterministic": None, "max_shards": None, "kill_every": None, **given})

@@ -56,6 +56,7 @@ async def test_shards_come_with_the_load_stay_with_its_waves_and_go_with_it_and_
     async with asyncio.TaskGroup() as talking:
         early = [await begun(talking, Person(http, f"early-{n}", 3)) for n in range(ROOM + 2)]  # an answer takes 1 s
         await cluster.until(MOST)
+        await everybody_has_users(http)  # those who talk are moved to the shard that came
         for person in early:
             person.over.set()
     seen = set()
@@ -75,6 +76,15 @@ async def test_shards_come_with_the_load_stay_with_its_waves_and_go_with_it_and_
     assert all(person.answers > before for person, before in zip(late, answered, strict=True))
     await asyncio.gather(*(person.chat() for person in early))
     await cluster.until(0)
+
+
+async def everybody_has_users(http: httpx.AsyncClient) -> None:
+    async with asyncio.timeout(30):
+        while True:
+            shards = (await http.get("/status")).json()["shards"]
+            if len(shards) == MOST and all(shard["users"] for shard in shards):
+                return
+            await asyncio.sleep(0.2)
 
 
 async def begun(talking: asyncio.TaskGroup, person: Person) -> Person:
