@@ -138,14 +138,15 @@ def build(
         user_bytes=settings.user_bytes,
         tenant_bytes=settings.tenant_bytes,
     )
+    patience_s = settings.heartbeat_ttl_s + 3.0  # until a shard that cannot be reached counts as gone
     gateway_settings = GatewaySettings(
         model=model,
         expected_shards=settings.shards,
         most_shards=settings.most_shards,
         default_top_k=settings.top_k,
         deadline_s=settings.request_deadline_s,
-        patience_s=settings.heartbeat_ttl_s + 3.0,  # until a shard that cannot be reached counts as gone
-        wake_s=0.0 if settings.shards else settings.wake_deadline_s,
+        patience_s=patience_s,
+        wake_s=patience_s if settings.shards else settings.wake_deadline_s,
         telemetry=telemetry,
         require_keys=settings.keys_required,
         tenant_requests_per_minute=settings.tenant_requests_per_minute,

@@ -48,7 +48,7 @@ def health_routes(shards: Shards, owners: Owners, settings: GatewaySettings) -> 
         reports: list[ShardReport] = []
         try:
             reports = await _ready(owners, settings)
-            reason = None if reports or settings.wake_s else _none_ready(settings)
+            reason = None if reports or settings.expected_shards == 0 else _none_ready(settings)
         except TimeoutError:
             reason = f"Redis did not answer within {settings.status_deadline_s:g} s."
         except Unavailable as error:

@@ -25,7 +25,7 @@ TEA = "Ada likes tea"
 
 @pytest.fixture(scope="module")
 def town(valkey: Valkey) -> Iterator[Town]:
-    with a_town(valkey, {"user_bytes": 500}, reports_ttl_s=0.05, wake_s=WAKE_S) as town:
+    with a_town(valkey, {"user_bytes": 500}, expected_shards=0, reports_ttl_s=0.05, wake_s=WAKE_S) as town:
         yield town
 
 
