@@ -81,8 +81,9 @@ class Copy:
         self.sent_bytes = 0
 
     async def run(self) -> bool:
-        """Sends what is here and not there; whether everything is there then. Raises `ShardGone` where the target is
-        no more, and other members of the tree where this transfer did not work."""
+        """Sends what is here and not there; whether everything is there then: the target may have no room. Raises
+        `ShardGone` where the target is no more, and other members of the tree where a transfer did not work: what is
+        there stays, and this may be called again."""
         for source, ledger, refs in self._here():
             for some in slices(refs, SLICE_BYTES // self._from.engine.token_bytes):
                 while rest := [ref for ref in some if ref[0] not in self._there and ledger.peek_resident(ref[0])]:
@@ -140,7 +141,7 @@ class Copy:
         self._count([tokens for id_, tokens in accepted.chunks if id_ in done])
         if Outcome.FAILED in came.values():
             await self._hang_up(line)
-            return False
+            raise Unavailable("The line to the other shard failed.")
         return bool(accepted.known or done)
 
     async def _over_line(self, source: str, offer: OfferCall, accepted: Accepted) -> dict[ChunkId, Outcome]:

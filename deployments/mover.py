@@ -93,6 +93,7 @@ class _Move:
         self._target = target
         self._moved_to: Placement | None = None
         self._copy_there: Copy | None = None
+        self._workers_copy = False
         self._copied = 0
         self._waiting = AsyncExitStack()  # ends what makes others wait
         self._paused_at = self._closed_at = 0.0
@@ -148,28 +149,32 @@ class _Move:
 
     async def _copy(self) -> None:
         began = time.perf_counter()
-        if not await self._copied_by_workers():
+        self._workers_copy = await self._copied_by_workers(tries=2)
+        if not self._workers_copy:
             self._copied += await self._at.tiers.share(self._placement.user)
         self._copied_s = time.perf_counter() - began
 
     async def _copy_tail(self) -> None:
+        """Only what came meanwhile: what could not be sent before is not tried again while writes wait."""
         try:
             async with asyncio.timeout(TAIL_S):
-                if await self._copied_by_workers():
+                if self._workers_copy and await self._copied_by_workers(tries=1):
                     return
         except TimeoutError:
             log.warning("The rest of a user's chunks goes another way: it took too long")
         self._copied += await self._at.tiers.share(self._placement.user)
 
-    async def _copied_by_workers(self) -> bool:
+    async def _copied_by_workers(self, tries: int) -> bool:
         """Whether the target has all chunks. Raises `ShardGone` where there is no target any more."""
-        try:
-            return self._copy_there is not None and await self._copy_there.run()
-        except ShardGone:
-            raise
-        except MemshardError as error:
-            log.warning("Chunks did not go from worker to worker: %s", error)
-            return False
+        for _ in range(tries if self._copy_there is not None else 0):
+            assert self._copy_there is not None
+            try:
+                return await self._copy_there.run()
+            except ShardGone:
+                raise
+            except MemshardError as error:  # a line that was kept may have been lost meanwhile; the next try opens one
+                log.warning("Chunks did not go from worker to worker: %s", error)
+        return False
 
     async def _pause(self) -> None:
         async with asyncio.timeout(PAUSE_DEADLINE_S):

@@ -327,3 +327,28 @@ async def test_a_line_is_kept_for_the_next_user(pair: Pair, monkeypatch: pytest.
         assert (await pair.move()).sent_chunks == len(FACTS)
     assert len(opened) == 2
     assert all(Move(PEER + line, "", "", "", ()).over_line for line in opened)
+
+
+@pytest.mark.parametrize("who", ["source", "target"])
+async def test_a_line_that_was_lost_since_the_last_move_is_opened_again(pair: Pair, who: str) -> None:
+    for _ in range(2):
+        await pair.move()
+    engine = (pair.one if who == "source" else pair.other).shard.engine
+    assert isinstance(engine, DeterministicEngine)
+    engine.lines.close()
+    assert (await pair.move()).sent_chunks == len(FACTS)
+    await pair.everything_is_served_by_one()
+
+
+async def test_what_could_not_be_sent_is_not_tried_again_while_writes_wait(pair: Pair) -> None:
+    async def fails(shard: ShardId, call: MemoryCall[Any]) -> None:
+        if isinstance(call, OfferCall):
+            waiting.append(pair.one.shard.table.memories()[0].write_lock.locked())
+            raise DeadlineExceeded("It took too long.")
+
+    waiting: list[bool] = []
+    assert pair.neighbours is not None
+    pair.neighbours.before = fails
+    assert (await pair.move()).end is End.MOVED
+    assert waiting == [False, False]
+    await pair.everything_is_served_by_one()
