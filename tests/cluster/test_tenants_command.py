@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import pytest
@@ -16,16 +15,25 @@ from tests.deployments.town import Town, a_town
 from tests.sharding.real_valkey import running_valkey
 
 
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Town, str]]:
+    """A server, and its Redis."""
+    with running_valkey(tmp_path_factory.mktemp("v")) as valkey, a_town(valkey, require_keys=True) as town:
+        yield town, valkey.url
+
+
 @pytest.fixture
-def town(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Town]:
+def town(running: tuple[Town, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Town]:
+    """With one fact and one key of the tenant acme."""
+    town, url = running
     monkeypatch.setattr(access, "CACHE_S", 0.0)
-    with running_valkey(tmp_path) as valkey, a_town(valkey, require_keys=True) as town:
-        monkeypatch.setenv("MEMSHARD_REDIS_URL", valkey.url)
-        monkeypatch.setenv("MEMSHARD_NAMESPACE", town.keys.namespace)
-        key, _ = town.run(town.api_keys.create("acme", "write"))
-        told = {"user_id": "ada", "messages": "I row."}
-        httpx.post(f"{town.url}/v1/memories", json=told, headers={"X-API-Key": key}).raise_for_status()
-        yield town
+    monkeypatch.setenv("MEMSHARD_REDIS_URL", url)
+    monkeypatch.setenv("MEMSHARD_NAMESPACE", town.keys.namespace)
+    key, _ = town.run(town.api_keys.create("acme", "write"))
+    told = {"user_id": "ada", "messages": "I row."}
+    httpx.post(f"{town.url}/v1/memories", json=told, headers={"X-API-Key": key}).raise_for_status()
+    yield town
+    town.run(town.api_keys.revoke_all("acme"))
 
 
 def run(*arguments: str, input: str | None = None) -> str:

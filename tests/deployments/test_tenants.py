@@ -76,15 +76,17 @@ def test_everything_of_a_tenant_goes_in_one_call_and_nothing_of_another(
         assert again.delete("/v1/admin/tenants/red").json()["memories"] == 0
 
 
-@pytest.mark.parametrize("name", ["%2A", "%20", "re%2Ad", "red%1Fuser%1Fada", "red%2F..", "x" * 65, "%7B%7D"])
-def test_what_names_no_single_tenant_deletes_nothing(guarded: Town, town: Town, name: str) -> None:
+def test_what_names_no_single_tenant_deletes_nothing(guarded: Town, town: Town) -> None:
+    names = ("%2A", "%20", "re%2Ad", "red%1Fuser%1Fada", "red%2F..", "x" * 65, "%7B%7D")
     with client(guarded, "kept") as http:
         fill(http)
-        assert http.delete(f"/v1/admin/tenants/{name}").status_code in (400, 404)
-        assert http.delete("/v1/admin/tenants/").status_code in (404, 405)
-        assert http.delete("/v1/admin/tenants").status_code in (404, 405)
+        for name in names:
+            assert http.delete(f"/v1/admin/tenants/{name}").status_code in (400, 404)
+            unguarded = httpx.delete(f"{town.url}/v1/admin/tenants/{name}", trust_env=False)
+            assert unguarded.status_code in (400, 404)
+        for path in ("/v1/admin/tenants/", "/v1/admin/tenants"):
+            assert http.delete(path).status_code in (404, 405)
         assert http.get("/v1/entities/").json()["count"] == 4
-    assert httpx.delete(f"{town.url}/v1/admin/tenants/{name}", trust_env=False).status_code in (400, 404)
 
 
 def test_a_key_deletes_its_own_tenant_only_and_only_an_admins(guarded: Town) -> None:
