@@ -98,18 +98,18 @@ class Line:
     def __init__(self, connect: Connect) -> None:
         self._thread = ThreadPoolExecutor(1, "memshard-line")
         self._group: Group | None = None
-        self.used_at = time.monotonic()
         self._connecting = self._thread.submit(self._connect, connect)
 
     def run(self, work: Callable[[Line], T]) -> Future[T]:
         """Calls `work` on the line's thread."""
-        self.used_at = time.monotonic()
         return self._thread.submit(work, self)
 
     def close(self) -> None:
         """Takes nothing more; what is on the way fails by its deadline at the latest."""
         self._thread.shutdown(wait=False, cancel_futures=True)
-        self._group = None
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
 
     # -- on the line's thread ---------------------------------------------------------------------------------------
 
