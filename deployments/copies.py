@@ -84,13 +84,18 @@ class Copy:
         """Sends what is here and not there; whether everything is there then: the target may have no room. Raises
         `ShardGone` where the target is no more, and other members of the tree where a transfer did not work: what is
         there stays, and this may be called again."""
+        lacking: set[ChunkId] = set()  # that some rank has not, or that a file does not give
         for source, ledger, refs in self._here():
             for some in slices(refs, SLICE_BYTES // self._from.engine.token_bytes):
-                while rest := [ref for ref in some if ref[0] not in self._there and ledger.peek_resident(ref[0])]:
+                done = self._there | lacking
+                while rest := [ref for ref in some if ref[0] not in done and ledger.peek_resident(ref[0])]:
                     with ledger.held([id_ for id_, _ in rest]):
-                        if not await self._send(source, rest):
-                            return False
-        return True
+                        tried = await self._send(source, rest)
+                    if not tried:
+                        return False
+                    lacking |= tried - self._there
+                    done = self._there | lacking
+        return not lacking
 
     async def drop(self, ids: Collection[ChunkId]) -> None:
         """See `Elsewhere.drop`."""
@@ -121,8 +126,8 @@ class Copy:
             taken.update(ids)
             yield source, ledger, [(id_, ledger.tokens(id_)) for id_ in ids]
 
-    async def _send(self, source: str, refs: Sequence[ChunkRef]) -> bool:
-        """One transfer, of as many of these chunks as the target takes at once; False where it takes none."""
+    async def _send(self, source: str, refs: Sequence[ChunkRef]) -> set[ChunkId]:
+        """One transfer, of as many of these chunks as the target takes at once; which ones it took, or had."""
         async with self._from.turns.setdefault(self._target, asyncio.Lock()):
             line = self._from.lines.setdefault(self._target, uuid.uuid4().hex)
             load_per_s = self._from.rates.of(self._placement.user)
@@ -142,7 +147,7 @@ class Copy:
         if Outcome.FAILED in came.values():
             await self._hang_up(line)
             raise Unavailable("The line to the other shard failed.")
-        return bool(accepted.known or done)
+        return {*accepted.known, *came}
 
     async def _over_line(self, source: str, offer: OfferCall, accepted: Accepted) -> dict[ChunkId, Outcome]:
         engine, fence = self._from.engine, fence_of(offer)

@@ -310,6 +310,20 @@ def test_what_the_ends_do_not_agree_upon_is_not_taken_and_the_room_is_given_back
     assert target.device.bytes == 0
 
 
+def test_rank_speaks_to_the_same_rank_only() -> None:
+    source, target = Worker(5), Worker(3)
+    target.jobs.lines._rank = 1
+    connected(source, target)
+    source.holds(0)
+    source.jobs.begin("send", move(DEVICE, PEER + "line", refs=REFS[:1]))
+    target.jobs.begin("receive", move(PEER + "line", DEVICE, refs=REFS[:1]))
+    assert set(target.outcomes("receive").values()) == {Outcome.FAILED}
+    source.outcomes("send")
+    for worker in (source, target):
+        worker.check()
+        worker.jobs.close()
+
+
 def test_a_line_that_is_hung_up_fails_what_waits_and_what_comes(workers: tuple[Worker, Worker]) -> None:
     source, target = workers
     source.holds(0, 1, 2)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from moving_pair import ALICE, FACTS, QUESTION, Pair, two_shards
 from redis.asyncio import Redis
+from tiered_shard import chunk_files
 
 from connector.moves import PEER, Move
 from deployments import arrivals, copies, deterministic_lines
@@ -77,6 +78,15 @@ async def test_what_is_in_files_alone_is_sent_from_there(pair: Pair) -> None:
     assert (await pair.move()).sent_chunks == len(FACTS)
     await pair.everything_is_served_by_one()
     assert encoded_tokens(pair) == before
+
+
+async def test_a_damaged_file_keeps_no_other_chunk_from_being_sent(pair: Pair) -> None:
+    await pair.one.shard.tiers.writer.written()
+    await pair.one.shard.tiers.demote(ALICE)
+    damaged = chunk_files(Path(pair.one.shard.tiers.files[0].url))[2]
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    assert (await pair.move()).sent_chunks == len(FACTS) - 1
+    await pair.everything_is_served_by_one()
 
 
 async def test_what_has_no_room_on_the_targets_device_goes_to_its_files(pair: Pair) -> None:
