@@ -245,7 +245,7 @@ def _binned(timed: Sequence[tuple[float, float]], edges: Any, percentile: int) -
 
 
 def _shards(status: dict[str, Any]) -> dict[str, Any]:
-    """The sums over the shards, and how many are there."""
+    """How many shards there are, how many of them answered in time, and sums over these."""
     shards = [shard for shard in status["shards"] if shard.get("reachable", True)]
     sums = {
         name: sum(shard.get(name, 0) for shard in shards)
@@ -254,7 +254,7 @@ def _shards(status: dict[str, Any]) -> dict[str, Any]:
     tiers: Counter[str] = Counter()
     for shard in shards:
         tiers.update({f"{name}_bytes": held for name, held, _ in shard.get("tiers", ())})
-    return {"shards": len(shards), **sums, **tiers}
+    return {"shards": len(status["shards"]), "answering": len(shards), **sums, **tiers}
 
 
 def _ends(result: LoadResult) -> tuple[tuple[float, dict[str, Any]], tuple[float, dict[str, Any]]]:
