@@ -1,15 +1,13 @@
 """The shard as a process: it builds a `Shard` in its own event loop, keeps its heartbeat, and says when it is ill.
 
-vLLM reads its environment when it is imported, so nothing that imports it may be imported before `_bind_cores`.
+vLLM reads its environment when it is imported, so nothing that imports it may be imported before `bind_cores`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import math
-import os
 import socket
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -23,6 +21,7 @@ from ray import serve
 
 from deployments import autoscaling, exposition, telemetry
 from deployments.copies import Others
+from deployments.cores import bind_cores, take_slot
 from deployments.memory_calls import DrainReport, MemoryCall
 from deployments.messages import ChatCall, ChatEvent, ShardStatus
 from deployments.settings import ShardSettings
@@ -85,8 +84,8 @@ class ShardReplica:
         self._me = ShardId(context.replica_id.unique_id)
         self._started_at = datetime.now(UTC).isoformat(timespec="seconds")
         telemetry.begin(settings.telemetry, "shard", self._me)
-        slot, self._held = _take_slot(settings)
-        _bind_cores(settings, slot)
+        slot, self._held = take_slot(settings)
+        bind_cores(settings, slot)
         async with AsyncExitStack() as undo:
             redis = connect(settings.redis_url)
             undo.push_async_callback(redis.aclose)
@@ -317,35 +316,6 @@ class ShardReplica:
         with suppress(Unavailable):  # one of several primaries may be away
             histories = await self._directory.histories()
         self._lease.acknowledged(sent_at, histories)
-
-
-def _take_slot(settings: ShardSettings) -> tuple[int, socket.socket | None]:
-    """The first of this machine's slots, one a shard, that no living replica of this cluster holds, and what holds it.
-
-    Serve's ranks would not do: they are reused and shift, and two living replicas may bind by the same one. An abstract
-    Unix socket has one holder, and goes with its process however that ends.
-    """
-    cluster = hashlib.blake2b(f"{settings.namespace} {settings.redis_url}".encode(), digest_size=8).hexdigest()
-    for slot in range(settings.shards):
-        holder = socket.socket(socket.AF_UNIX)
-        try:
-            holder.bind(f"\0memshard-{cluster}-{slot}")
-        except OSError:
-            holder.close()
-            continue
-        return slot, holder
-    return 0, None  # more replicas than shards, for a moment: cores are shared until one ends
-
-
-def _bind_cores(settings: ShardSettings, slot: int) -> None:
-    """Gives this replica's engine cores of its own: two engines would bind to the same one. Only matters on CPUs."""
-    cores = sorted(os.sched_getaffinity(0))
-    threads = settings.threads or max(1, len(cores) // settings.shards)
-    first = slot * threads % len(cores)
-    mine = [cores[(first + i) % len(cores)] for i in range(min(threads, len(cores)))]
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, mine))
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # the replica's own torch: the embedder, beside the engine
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 
 def _others(context: Any) -> Others:
