@@ -123,9 +123,9 @@ class FactChunks:
         """Whether others may still tell of the fact's old text."""
         return self._stale.corrected(fact)
 
-    @property
-    def stale_chunks(self) -> int:
-        return len(self._stale.ids())
+    def stale_ids(self) -> set[ChunkId]:
+        """Chunks that were encoded behind a fact's old text."""
+        return self._stale.ids()
 
     @property
     def stale_facts(self) -> int:

@@ -109,7 +109,8 @@ class ChatPlanner:
             max_model_len=room,
             max_tokens=max_tokens,
         )
-        use = replace(use, memory_tokens=plan.memory_tokens, left_out=plan.left_out)
+        stale = len(chunks.stale_ids().intersection(id_ for id_, _ in plan.load))
+        use = replace(use, memory_tokens=plan.memory_tokens, left_out=plan.left_out, stale_facts=stale)
         if not plan.kept:
             return await self.plain(call, use)
         if call.mode == "inject" and prefill_nearest is None:

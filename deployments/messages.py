@@ -65,6 +65,7 @@ class MemoryUse:
     prefix_cached_tokens: int = 0  # of the prompt's tokens, those found in vLLM's own prefix cache
     fallback: str | None = None  # why memory was prefilled as text, all of it or from some fact on: a `Reason`
     left_out: int = 0  # retrieved facts that did not fit the context
+    stale_facts: int = 0  # injected from chunks that were encoded behind a text that was corrected since
     embed_s: float = 0.0
     search_s: float = 0.0
     engine_ttft_s: float = 0.0  # from handing the prompt to the engine to its first token

@@ -203,6 +203,7 @@ def memory_object(use: MemoryUse) -> JSONObject:
         "prefix_cached_tokens": use.prefix_cached_tokens,
         "fallback": use.fallback,
         "left_out": use.left_out,
+        "stale_facts": use.stale_facts,
         "timings": {"embed_s": use.embed_s, "search_s": use.search_s, "engine_ttft_s": use.engine_ttft_s},
     }
 

@@ -85,7 +85,7 @@ class Rebuilds:
     def stale(self) -> tuple[int, int]:
         """Stale chunks of all users, and the tokens of the facts that rebuilds would encode."""
         known = [chunks for memory in self._table.memories() if (chunks := self._residents.chunks_of(memory))]
-        return sum(chunks.stale_chunks for chunks in known), sum(chunks.stale_tokens for chunks in known)
+        return sum(len(chunks.stale_ids()) for chunks in known), sum(chunks.stale_tokens for chunks in known)
 
     def _due(self, memory: UserMemory) -> bool:
         chunks = self._residents.chunks_of(memory)

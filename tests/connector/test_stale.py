@@ -67,7 +67,7 @@ def test_a_corrected_fact_is_text_and_what_was_encoded_behind_it_is_served_until
     after = store.served()
     assert after.pop(4) is None
     assert after == {seq: prompt for seq, prompt in before.items() if seq != 4}
-    assert (store.chunks.stale_chunks, store.chunks.stale_facts) == (4, 5), "5 of its block; 6, 7 and 8 of the next"
+    assert (len(store.chunks.stale_ids()), store.chunks.stale_facts) == (4, 5), "5 of its block; 6, 7 and 8 of the next"
     assert store.chunks.corrected(FactId("f4"))
     assert not store.chunks.corrected(FactId("f5"))
 
@@ -126,9 +126,9 @@ def test_a_stale_chunk_that_every_tier_lost_is_not_waited_for() -> None:
 def test_a_text_that_is_taken_back_leaves_nothing_stale() -> None:
     store = Store([line(seq) for seq in range(6)])
     store.correct(1, 1)
-    assert store.chunks.stale_chunks
+    assert store.chunks.stale_ids()
     store.correct(1, 0)
-    assert store.chunks.stale_chunks == 0
+    assert not store.chunks.stale_ids()
     store.encode()
     assert store.prompts == Store(store.lines).prompts
 
@@ -184,4 +184,4 @@ def test_one_correction_in_a_hundred_makes_less_than_two_windows_stale(seq: int,
     store = Store([line(n) for n in range(100)], window)
     store.correct(seq)
     assert store.chunks.stale_facts <= 2 * window
-    assert store.chunks.stale_chunks <= 2 * window - 1
+    assert len(store.chunks.stale_ids()) <= 2 * window - 1

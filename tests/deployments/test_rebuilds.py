@@ -226,11 +226,12 @@ async def test_no_chat_reads_an_old_text_before_the_rebuild_or_after_it(shard: T
     assert set(read) == expected
     assert read[-1] == mark("Ann lives in Riga."), "nearest to the question"
     assert finished.memory.injected_tokens
+    assert finished.memory.stale_facts == 2, "those told after it"
     done = await shard.shard.ask(RebuildCall("r", ann))
     assert 0 < done.tokens < done.full_tokens
     read, finished = await shard.asked(ann, "Where does Ann live?")
     assert set(read) == expected
-    assert finished.memory.fallback is None
+    assert (finished.memory.fallback, finished.memory.stale_facts) == (None, 0)
 
 
 async def test_files_hold_nothing_stale_once_it_is_rebuilt_or_its_reason_deleted(
