@@ -39,7 +39,7 @@ from sharding.errors import MemshardError
 from sharding.ids import FactId
 
 FACTS = 100
-PROFILES, CORRECTIONS = 2, 25
+PROFILES, CORRECTIONS = 2, 12
 QUICK_PROFILES, QUICK_CORRECTIONS = 1, 10
 TOP_K = 10
 ANSWER_TOKENS = 20

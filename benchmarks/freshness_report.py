@@ -13,7 +13,7 @@ from benchmarks.results import Row
 PERCENT = 100.0
 TURNS = 100
 TURN_FACTS = (1, 2, 3, 5)  # distillation leaves five at most
-FACT_TOKENS, HEAD_TOKENS = 15, 35
+FACT_TOKENS, HEAD_TOKENS = 3, 7  # in proportion; no share depends on more
 
 
 def arms(measured: Measured) -> list[str]:
