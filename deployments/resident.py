@@ -205,11 +205,11 @@ class Residents:
         return self._embedder.model + vector.tobytes()
 
     def encoded(self, memory: UserMemory, fact: FactId) -> bool:
-        """Whether the fact is a chunk, in whatever tier."""
+        """Whether the fact is a chunk, in whatever tier, be it a stale one."""
         chunks = self._chunks.get(memory)
         if chunks is None or fact not in self._lines[memory]:
             return False
-        id_ = chunks.piece(fact).chunk
+        id_ = chunks.served(fact, self._tiers.peek_held)
         return id_ is not None and self._tiers.peek_held(id_)
 
     def fact(self, chunks: FactChunks, fact: FactId) -> Piece:

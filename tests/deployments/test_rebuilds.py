@@ -75,6 +75,7 @@ async def test_the_old_text_is_in_no_chunk_of_its_own_when_the_correction_is_don
     assert home.worker_texts() == ["- fact 0\n", "- fact 2\n", "- fact 3\n", "- fact 4\n"]
     await home.settled()
     assert "- fact one\n" not in home.worker_texts(), "a rebuild makes it, with what it makes stale"
+    assert home.encoded() == {0, 2, 3, 4}
 
 
 async def test_a_deletion_leaves_nothing_that_was_encoded_behind_the_fact_or_an_older_text_of_it(home: Home) -> None:
