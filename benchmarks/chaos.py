@@ -15,7 +15,7 @@ from sharding.errors import MemshardError
 
 app = typer.Typer(help="Break a cluster and check every answer.", add_completion=False)
 
-QUICK = "shard,pause,gateway,redis"
+QUICK = "shard,pause,redis"
 
 
 @app.callback(invoke_without_command=True)

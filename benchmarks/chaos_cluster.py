@@ -139,6 +139,7 @@ class ChaosCluster:
             "chunk_device_bytes": 64 << 20,
             "chunk_shared_url": str(self.directory / "shared"),
             "prefill_nearest": 0,
+            "rebalance": True,
             "heartbeat_interval_s": HEARTBEAT_TTL_S / 4,
             "heartbeat_ttl_s": HEARTBEAT_TTL_S,
             "request_deadline_s": 30.0,
