@@ -119,22 +119,29 @@ class OwnerCalls:
         so."""
 
         async def forget(placement: Placement, deadline_s: float) -> T:
+            began = time.perf_counter()
             if placement.epoch > 1:  # else nobody ever had it but this one
                 others = [shard for shard in await self._owners.live(newest=True) if shard != placement.shard]
                 await asyncio.gather(*(self._leave(shard, placement.user, deadline_s) for shard in others))
-            return await hop(placement, deadline_s)
+            return await hop(placement, deadline_s - (time.perf_counter() - began))
 
         return forget
 
     async def _leave(self, shard: ShardId, user: UserId, deadline_s: float) -> None:
-        try:
-            async with self._owners.watched(shard):
-                await self._shards.leave(shard, user, deadline_s)
-        except ShardGone as gone:
-            if shard in await self._owners.live(newest=True) and not gone.details.get("certain"):
-                raise Unavailable("A shard that may have had this memory does not answer; retry shortly.") from gone
-        except EngineFailed as failed:
-            raise Unavailable("A shard that may have had this memory is being replaced; retry shortly.") from failed
+        """Returns when the shard has said so or has ended. One that cannot be reached is asked again until its
+        heartbeat has run out: most deletions have nothing to do with it."""
+        began = time.perf_counter()
+        while True:
+            try:
+                async with self._owners.watched(shard):
+                    return await self._shards.leave(shard, user, deadline_s)
+            except (ShardGone, EngineFailed) as error:
+                if error.details.get("certain") or shard not in await self._owners.live(newest=True):
+                    return None
+                if time.perf_counter() - began > min(self._patience_s, deadline_s / 2):
+                    why = "A shard that may have had this memory does not answer; retry shortly."
+                    raise Unavailable(why) from error
+            await asyncio.sleep(PAUSE_S)
 
     async def _send(self, place: Callable[[UserId], Awaitable[Placement]], user: UserId, hop: Hop[T]) -> T:
         left_s = self._countdown()
@@ -176,9 +183,7 @@ class OwnerCalls:
                 placement, shard = await self._awake(partial(self._for_chat, user), left_s)
             about(user=user, shard=shard, epoch=placement.epoch if placement is not None else None)
             started = False
-            held: list[
-                ChatEvent
-            ] = []  # goes out with the first token: until then nothing was sent, and all can be retried
+            held: list[ChatEvent] = []  # goes out with the first token: until then nothing was sent
             try:
                 events = self._shards.chat(shard, replace(call, placement=placement), left_s())
                 async with aclosing(events):

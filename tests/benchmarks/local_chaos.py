@@ -32,7 +32,7 @@ from sharding.client import RedisClient, connect
 from sharding.directory import Directory
 from sharding.errors import ShardGone, Unavailable
 from sharding.facts import FactStore
-from sharding.ids import ShardId
+from sharding.ids import ShardId, UserId
 from sharding.keys import KeySpace
 from sharding.lease import Lease
 from sharding.limits import Minutes
@@ -133,6 +133,10 @@ class LocalShards(Shards):
         here = self._named(shard)
         answer: T = await here.run(lambda: here.shard.ask(call))
         return answer
+
+    async def leave(self, shard: ShardId, user: UserId, deadline_s: float) -> None:
+        here = self._named(shard)
+        await here.run(lambda: here.shard.users.leave(user))
 
     async def status(self, shard: ShardId, deadline_s: float) -> ShardStatus:
         raise NotImplementedError

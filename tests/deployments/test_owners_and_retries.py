@@ -344,6 +344,26 @@ async def test_a_deletion_is_refused_while_a_shard_that_lives_does_not_let_go(
     assert (await client.delete("/v1/memories?user_id=ada")).json()["deleted"] == 1
 
 
+async def test_a_deletion_waits_for_a_shard_that_cannot_be_reached_until_its_heartbeat_has_run_out(
+    cluster: Cluster,
+) -> None:
+    calls, now = watchful(cluster), cluster.place(ADA)
+    before = cluster.other_than(now)
+    cluster.directory.placements[ADA] = Placement(ADA, now.id, 2)
+    before.refuse_with = ShardGone("Away.", certain=False)
+    sent: list[ShardId] = []
+
+    async def hop(placement: Placement, left_s: float) -> None:
+        sent.append(placement.shard)
+
+    deletion = asyncio.create_task(calls.delete(ADA, calls.forgetting(hop)))
+    await asyncio.sleep(0.1)
+    assert sent == []
+    del cluster.directory.reports[before.id]
+    await deletion
+    assert sent == [now.id]
+
+
 async def test_a_deletion_does_not_wait_for_a_shard_that_is_gone(client: httpx.AsyncClient, cluster: Cluster) -> None:
     now, before = await told_on_two_shards(client, cluster)
     cluster.shards.kill(before.id)
