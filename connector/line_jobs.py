@@ -103,9 +103,9 @@ class LineJobs:
     ) -> dict[ChunkId, Copied]:
         began = time.perf_counter()
         try:
+            if ready is not None:
+                ready.synchronize()  # whatever stream the line's group has, chunks are there, and rooms are nobody else's
             with torch.cuda.stream(self._stream):  # does nothing for None
-                if self._stream is not None:
-                    self._stream.wait_event(ready)
                 return work(line)
         except LineFailed as error:
             log.warning("Chunks did not go over a line: %s", error)
