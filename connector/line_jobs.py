@@ -104,7 +104,7 @@ class LineJobs:
         began = time.perf_counter()
         try:
             if ready is not None:
-                ready.synchronize()  # whatever stream the line's group has, chunks are there, and rooms are nobody else's
+                ready.synchronize()  # whatever stream the group has: chunks are there, rooms are nobody else's
             with torch.cuda.stream(self._stream):  # does nothing for None
                 return work(line)
         except LineFailed as error:
