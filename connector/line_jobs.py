@@ -18,7 +18,8 @@ import torch
 
 from connector.chunk import Chunk, ChunkId, KVShape
 from connector.chunk_file import Damaged, Label
-from connector.line import Connect, Line, LineFailed, Sent
+from connector.groups import LineFailed
+from connector.line import Connect, Line, Sent
 from connector.moves import PEER, Copied, Move, Outcome
 from connector.store import ChunkStore
 

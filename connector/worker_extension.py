@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.utils.network_utils import get_ip
 
 from connector.chunk_file import ChunkFormat
-from connector.line import Door, dial
+from connector.groups import Door, dial
 from connector.memory_connector import MemoryConnector
 from connector.moves import Move
 from connector.rotation_cpu import rotate_bfloat16

@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 import torch
 
+from connector import groups
 from connector import line as lines
 from connector.chunk import ChunkId, KVShape
-from connector.line import Door, Group, Line, LineFailed, Sent, dial
+from connector.groups import Door, Group, LineFailed, dial
+from connector.line import Line, Sent
 from connector.moves import DEVICE, PEER, Move, Outcome, by_nccl
 from connector.store import ChunkStore
 from connector.tier_jobs import TierJobs
@@ -31,8 +33,8 @@ REFS = tuple((id_, TOKENS) for id_ in IDS)
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "CONNECT_S", 1.0)
-    monkeypatch.setattr(lines, "STALL_S", 1.0)
+    monkeypatch.setattr(groups, "CONNECT_S", 1.0)
+    monkeypatch.setattr(groups, "STALL_S", 1.0)
 
 
 def kv_of(number: int) -> torch.Tensor:
@@ -136,7 +138,7 @@ def test_who_is_silent_is_not_waited_for(ends: Ends, who: str) -> None:
     work = ends.receive([torch.zeros_like(kv)]) if who == "the source" else ends.send([kv] * 9, kv.nbytes)
     began = time.monotonic()
     assert failed(work)
-    assert time.monotonic() - began < 5 * lines.STALL_S
+    assert time.monotonic() - began < 5 * groups.STALL_S
     late = ends.send([kv], kv.nbytes) if who == "the source" else ends.receive([torch.zeros_like(kv)])
     assert failed(late)
 
@@ -162,7 +164,7 @@ def test_who_does_not_know_the_token_meets_nobody() -> None:
 
 def _send_for_ever(address: tuple[str, int], begun: Any) -> None:
     """Another process: half of what it says it sends."""
-    lines.STALL_S = 60.0
+    groups.STALL_S = 60.0
     source = Line(lambda: dial(address, "127.0.0.1", "token", CPU, False))
     kv = torch.zeros(1 << 20, dtype=torch.uint8)
 
@@ -176,8 +178,8 @@ def _send_for_ever(address: tuple[str, int], begun: Any) -> None:
 
 
 def test_a_peer_that_is_killed_amid_a_copy_is_found_out_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "CONNECT_S", 60.0)
-    monkeypatch.setattr(lines, "STALL_S", 60.0)
+    monkeypatch.setattr(groups, "CONNECT_S", 60.0)
+    monkeypatch.setattr(groups, "STALL_S", 60.0)
     processes = multiprocessing.get_context("spawn")
     begun = processes.Event()
     door = Door("127.0.0.1", "token", CPU, False)

@@ -20,8 +20,9 @@ from deployments.deterministic_lines import SocketLine
 from deployments.memory_calls import ArrivedCall, DropCopyCall, MemoryCall, OfferCall, UpdateCall
 from deployments.mover import _Move
 from sharding.errors import DeadlineExceeded, EngineFailed, MemshardError, ShardGone, Unavailable, WrongShard
-from sharding.ids import Placement, ShardId
+from sharding.ids import Placement, ShardId, UserId
 from sharding.move import Do, End, Outcome
+from sharding.placement import PlacementPolicy
 
 
 @pytest.fixture(autouse=True)
@@ -362,3 +363,18 @@ async def test_what_could_not_be_sent_is_not_tried_again_while_writes_wait(pair:
     assert (await pair.move()).end is End.MOVED
     assert waiting == [False, False]
     await pair.everything_is_served_by_one()
+
+
+async def test_a_drained_shard_sends_its_users_chunks_along(pair: Pair) -> None:
+    bob = await pair.one.owns("bob")
+    await pair.one.told(bob, "bob rows")
+    before = encoded_tokens(pair)
+    report = await pair.one.shard.mover.drain(pair.one.me, PlacementPolicy(), 20.0)
+    assert (report.moved, report.left) == (2, 0)
+    assert pair.one.shard.courier.counters["sent_chunks"] == len(FACTS) + 1
+    for user in ("alice", "bob"):
+        placement = await pair.one.directory.lookup(UserId(user))
+        assert placement is not None
+        _, finished = await pair.other.asked(placement, QUESTION)
+        assert finished.memory.injected_tokens >= finished.memory.memory_tokens > 0
+    assert encoded_tokens(pair) == before
