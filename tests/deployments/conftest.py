@@ -13,6 +13,7 @@ import httpx
 import pytest
 import quiet_ray  # noqa: F401  # before anything that imports ray
 import uvicorn
+from copying_pair import pair  # noqa: F401
 from gateway_fakes import Cluster
 from redis.asyncio import Redis
 from slow_engine import STEP_TOKENS, SlowEngine
