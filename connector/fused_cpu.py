@@ -94,9 +94,47 @@ def _kernel(block_tokens: int, heads: int, dim: int, half: int, neox: bool) -> C
     """All of these are constants to the compiler: it unrolls and vectorises what they bound."""
     cell = block_tokens * dim  # elements of one head's keys, or values, in a block
     pairs = dim // 2
-    tiles = dim // TILE
+    column = 2 * block_tokens * TILE  # bytes of one tile's values in a block
 
     @numba.njit(error_model="numpy", fastmath={"contract"})  # type: ignore[untyped-decorator]
+    def rotate(address: Any, cos: Any, sin: Any, key: Any) -> None:
+        source = numba.carray(_pointer(address, np.uint16(0)), (dim,))
+        for pair in range(half):
+            one = pair if neox else 2 * pair
+            other = half + pair if neox else 2 * pair + 1
+            x, y = widened(source[one]), widened(source[other])
+            key[one] = rounded(x * cos[pair] - y * sin[pair])
+            key[other] = rounded(y * cos[pair] + x * sin[pair])
+        for element in range(2 * half, dim):
+            key[element] = source[element]
+
+    @numba.njit(error_model="numpy")  # type: ignore[untyped-decorator]
+    def copy(address: Any, key: Any) -> None:
+        source = numba.carray(_pointer(address, np.uint16(0)), (dim,))
+        for element in range(dim):
+            key[element] = source[element]
+
+    @numba.njit(error_model="numpy")  # type: ignore[untyped-decorator]
+    def place_pair(value: Any, other: Any, address: Any) -> None:
+        """The values of two tokens that share words of the cache."""
+        low = numba.carray(_pointer(value, np.uint16(0)), (dim,))
+        high = numba.carray(_pointer(other, np.uint16(0)), (dim,))
+        for tile in range(dim // TILE):
+            words = numba.carray(_pointer(address + tile * column, np.uint32(0)), (TILE,))
+            for element in range(TILE):
+                above = np.uint32(np.uint32(high[tile * TILE + element]) << np.uint32(16))
+                words[element] = np.uint32(low[tile * TILE + element]) | above
+
+    @numba.njit(error_model="numpy")  # type: ignore[untyped-decorator]
+    def place_one(value: Any, address: Any) -> None:
+        """The values of a token whose neighbour is written apart, or not at all."""
+        source = numba.carray(_pointer(value, np.uint16(0)), (dim,))
+        for tile in range(dim // TILE):
+            halves = numba.carray(_pointer(address + tile * column, np.uint16(0)), (2 * TILE,))
+            for element in range(TILE):
+                halves[2 * element] = source[tile * TILE + element]
+
+    @numba.njit(error_model="numpy")  # type: ignore[untyped-decorator]
     def move(pieces: Any, table: Any, moved: Any, slots: Any, layers: Any, caches: Any) -> None:
         key = np.empty(dim, np.uint16)
         words = key.view(np.uint32)
@@ -113,45 +151,21 @@ def _kernel(block_tokens: int, heads: int, dim: int, half: int, neox: bool) -> C
                     for head in range(heads):
                         of = address + 2 * ((2 * layer * length + token) * heads + head) * dim
                         to = caches[layer] + 4 * (block * heads + head) * cell
-                        source = numba.carray(_pointer(of, np.uint16(0)), (dim,))
                         if moved[piece] != 0:
-                            for pair in range(half):
-                                one = pair if neox else 2 * pair
-                                other = half + pair if neox else 2 * pair + 1
-                                x, y = widened(source[one]), widened(source[other])
-                                key[one] = rounded(x * cos[pair] - y * sin[pair])
-                                key[other] = rounded(y * cos[pair] + x * sin[pair])
-                            for element in range(2 * half, dim):
-                                key[element] = source[element]
+                            rotate(of, cos, sin, key)
                         else:
-                            for element in range(dim):
-                                key[element] = source[element]
+                            copy(of, key)
                         word = to + row // TILE * (2 * TILE * dim) + row % TILE * 4
                         keys = numba.carray(_pointer(word, np.uint32(0)), (pairs * TILE,))
                         for pair in range(pairs):
                             keys[pair * TILE] = words[pair]
                         if done:
                             continue
-                        value = numba.carray(_pointer(of + 2 * length * heads * dim, np.uint16(0)), (dim,))
-                        word = to + 2 * cell + row // 2 * (4 * TILE)
+                        value, word = of + 2 * length * heads * dim, to + 2 * cell + row // 2 * (4 * TILE)
                         if twin:
-                            above = numba.carray(_pointer(of + 2 * (length + 1) * heads * dim, np.uint16(0)), (dim,))
-                            for tile in range(tiles):
-                                values = numba.carray(
-                                    _pointer(word + tile * (2 * block_tokens * TILE), np.uint32(0)), (TILE,)
-                                )
-                                for element in range(TILE):
-                                    values[element] = np.uint32(value[tile * TILE + element]) | np.uint32(
-                                        np.uint32(above[tile * TILE + element]) << np.uint32(16)
-                                    )
+                            place_pair(value, value + 2 * heads * dim, word)
                         else:
-                            for tile in range(tiles):
-                                halves = numba.carray(
-                                    _pointer(word + 2 * (row % 2) + tile * (2 * block_tokens * TILE), np.uint16(0)),
-                                    (2 * TILE,),
-                                )
-                                for element in range(TILE):
-                                    halves[2 * element] = value[tile * TILE + element]
+                            place_one(value, word + 2 * (row % 2))
 
     compiled: Callable[..., None] = move
     return compiled
