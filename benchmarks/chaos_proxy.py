@@ -65,7 +65,7 @@ class RedisProxy:
                 pump.cancel()
             await asyncio.gather(*pumps, return_exceptions=True)
             self._pumps.difference_update(pumps)
-        except OSError:  # Redis is away
+        except (OSError, asyncio.CancelledError):  # Redis is away; or all ends: asyncio would print that, for each
             pass
         finally:
             self._running.discard(task)

@@ -92,7 +92,9 @@ async def _break(cluster: ChaosCluster, rng: random.Random, kinds: Sequence[str]
                 fault = FAULTS[kind]
                 struck = fault.strike(cluster, rng)
                 strikes.append(await strike(kind, struck, cluster.whole, fault.allows, fault.outage, crowd))
-                say(f"{kind}: back after {strikes[-1].back_s:.1f} s, whole after {strikes[-1].whole_s:.1f} s")
+                last, bad = strikes[-1], sum(len(talker.wrong) for talker in crowd)
+                counts = f"{last.requests} requests, {last.failures.total()} failed, {bad} answers wrong so far"
+                say(f"{kind}: back after {last.back_s:.1f} s, whole after {last.whole_s:.1f} s; {counts}")
         finally:
             for talker in crowd:
                 talker.stopping = True

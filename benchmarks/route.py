@@ -200,6 +200,7 @@ def _serving(console: Console) -> Iterator[tuple[Any, Any]]:
     try:
         with console.status("Starting Ray and Serve"):
             ray.init(address="local", num_cpus=2, object_store_memory=80 << 20, **quiet)
+            processes.listen_again()
             logging.getLogger("ray.serve").setLevel(logging.ERROR)
             serve.start(proxy_location="Disabled", logging_config={"log_level": "ERROR"})
             limits: dict[str, Any] = {"max_ongoing_requests": MAX_ONGOING, "ray_actor_options": {"num_cpus": 0}}
