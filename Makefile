@@ -41,7 +41,7 @@ test: $(INSTALLED) ## run the tests (ARGS="-k word" chooses)
 test-models: $(INSTALLED) ## prove every architecture of the README's table (10 minutes)
 	@$(BIN)/memshard prepare
 	@$(BIN)/python -m pytest -m "not gpu" tests/connector/test_engine_architectures.py \
-	  tests/connector/test_engine_tiers.py $(ARGS)
+	  tests/connector/test_engine_tiers.py tests/deployments/test_engines_move.py $(ARGS)
 
 test-kernels: $(INSTALLED) $(KERNELS) ## test the GPU kernels' logic on a CPU, with Triton's interpreter
 	@PYTHONPATH=$(KERNELS) $(BIN)/python -m pytest tests/connector/test_compose_fused.py $(ARGS)

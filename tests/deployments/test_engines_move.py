@@ -92,6 +92,7 @@ async def answer(shard: Shard, placement: Placement) -> tuple[str, ChatFinished]
     return "".join(event.text for event in events if isinstance(event, ChatDelta)), events[-1]
 
 
+@pytest.mark.all_models  # every run moves a user on the whole server: tests/cluster/test_whole_path.py
 async def test_a_user_answers_the_same_at_the_target_and_nothing_is_encoded_again(
     shards: dict[ShardId, Shard],
 ) -> None:
