@@ -50,6 +50,7 @@ RAW = ARMS[:2]
 T = TypeVar("T")
 
 FACTS, QUICK_FACTS = 200, 50
+A_PERSON = 50  # as many facts as are invented of one
 ROUNDS, QUICK_ROUNDS = 15, 5
 WRITTEN, QUICK_WRITTEN = 8, 3  # moves under writes
 CALM_S = 0.5  # between those
@@ -137,7 +138,8 @@ class Pair:
         """The user's placement once every fact is a chunk."""
         first = next(iter(self._homes.values()))
         placement = await first.owner_of("user")
-        texts = tuple(fact.text for fact in person_facts(0, facts))
+        people = [person_facts(n, A_PERSON) for n in range(-(-facts // A_PERSON))]
+        texts = tuple(fact.text for person in people for fact in person)[:facts]
         await first.shard.ask(AddCall(uuid.uuid4().hex, placement, texts))
         await first.shard.encoder.settled("user")
         if len(first.shard.ledger.ids_of("user")) != facts:
