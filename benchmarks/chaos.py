@@ -15,7 +15,7 @@ from sharding.errors import MemshardError
 
 app = typer.Typer(help="Break a cluster and check every answer.", add_completion=False)
 
-QUICK = "shard,pause,redis"
+QUICK = "shard,redis"
 
 
 @app.callback(invoke_without_command=True)
