@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 from collections.abc import Coroutine
 from enum import StrEnum
 from pathlib import Path
@@ -12,18 +11,13 @@ from typing import Annotated, Any, TypeVar
 import typer
 from rich.console import Console
 
+from benchmarks.options import Json, Model, Plot, Quick, Url, check_targets
 from cluster import processes
 from sharding.errors import MemshardError
 
 T = TypeVar("T")
 
 app = typer.Typer(help="Measure what the README quotes.", no_args_is_help=True)
-
-Quick = Annotated[bool, typer.Option("--quick", help="Fewer rounds and sizes: does it work, and roughly how fast.")]
-Json = Annotated[Path | None, typer.Option("--json", dir_okay=False, help="Write the rows to this file.")]
-Plot = Annotated[Path | None, typer.Option("--plot", dir_okay=False, help="Write a PNG plot to this file.")]
-Url = Annotated[str | None, typer.Option("--url", help="A running server; by default one is started and stopped.")]
-Model = Annotated[Path | None, typer.Option(help="Directory of the language model; by default the packaged one.")]
 
 
 class Device(StrEnum):
@@ -281,12 +275,3 @@ def run_to_end(measuring: Coroutine[Any, Any, T], console: Console) -> T:
         raise typer.Exit(processes.INTERRUPTED) from None
     finally:
         console.show_cursor()
-
-
-def check_targets(*paths: Path | None) -> None:
-    """Minutes of measuring must not end in a path that was wrong from the start. Raises MemshardError."""
-    for path in paths:
-        if path is not None and not path.absolute().parent.is_dir():
-            raise MemshardError(f"{path} cannot be written: there is no directory {path.absolute().parent}")
-    if len(paths) > 1 and paths[-1] is not None and importlib.util.find_spec("matplotlib") is None:
-        raise MemshardError("--plot needs matplotlib, which is not installed")

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from benchmarks.cli import Json, check_targets
+from benchmarks.options import Json, check_targets
 from cluster import processes
 from sharding.errors import MemshardError
 

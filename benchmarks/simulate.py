@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.cli import Json, Plot, check_targets
+from benchmarks.options import Json, Plot, check_targets
 
 if TYPE_CHECKING:
     from benchmarks.simulation import Simulated

@@ -23,11 +23,11 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from connector.chunk import CaptureRange, ChunkId
-from connector.memory_counts import Reason
 from connector.metadata import transfer_params
 from connector.moves import Move, Outcome
 from connector.plan import PromptPlan
 from connector.port import CHAT_PRIORITY, ENCODE_PRIORITY, EngineDelta
+from connector.reason import Reason
 from sharding.errors import EngineFailed, StartupError
 
 RPC_TIMEOUT_S = 30.0

@@ -13,7 +13,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from connector.chunk import CaptureRange, ChunkId, ChunkRef
-from connector.memory_counts import Reason
+from connector.reason import Reason
 
 
 def transfer_params(load: Sequence[ChunkRef] = (), capture: Sequence[CaptureRange] = ()) -> dict[str, Any]:

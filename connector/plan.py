@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from connector.chunk import ChunkId, ChunkRef, memory_salt, text_salt
-from connector.memory_counts import Reason
+from connector.reason import Reason
 from sharding.errors import ContextTooLong
 
 

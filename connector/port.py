@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from connector.chunk import CaptureRange, ChunkId
-from connector.memory_counts import Reason
 from connector.moves import Move, Outcome
 from connector.plan import PromptPlan
+from connector.reason import Reason
 
 CHAT_PRIORITY = 0
 ENCODE_PRIORITY = 1

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from connector.memory_counts import Reason
 from connector.metadata import Capture, Load, StepMetadata, StepReport, Wishes
+from connector.reason import Reason
 
 
 @dataclass(slots=True)

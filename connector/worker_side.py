@@ -17,10 +17,10 @@ from vllm.model_executor.models.utils import extract_layer_index
 from connector.cache_update import CacheUpdate, TakeRows
 from connector.chunk import Chunk, ChunkId, KVShape
 from connector.compose import Composition, compose
-from connector.memory_counts import Reason
 from connector.metadata import Capture, Load, StepMetadata, StepReport
 from connector.paged import fastest
 from connector.probe import Refused, read_rotations, read_updates
+from connector.reason import Reason
 from connector.rotation import RotateKeys, Rotation, rotate_keys
 from connector.store import ChunkStore
 from connector.tier_jobs import TierJobs

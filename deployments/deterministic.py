@@ -27,10 +27,10 @@ from numpy.typing import NDArray
 from connector.chunk import CaptureRange, ChunkId
 from connector.chunk_file import HEADER_BYTES, ChunkFormat, Damaged, Label, Pieces
 from connector.files import name_of, open_files, owner_key
-from connector.memory_counts import Reason
 from connector.moves import DEVICE, HOST, PEER, Move, Outcome
 from connector.plan import PromptPlan
 from connector.port import CHAT_PRIORITY, Engine, EngineDelta
+from connector.reason import Reason
 from connector.template import PromptTemplate
 from deployments.deterministic_lines import LineFailed, SocketLines
 from deployments.encode_pace import EncodePace

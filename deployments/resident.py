@@ -15,8 +15,8 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from connector.memory_counts import Reason
 from connector.plan import Piece
+from connector.reason import Reason
 from connector.template import PromptTemplate
 from connector.tiers import Tiers
 from connector.windows import FactChunks, Line

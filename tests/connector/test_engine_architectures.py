@@ -19,8 +19,8 @@ from transformers import DynamicCache
 
 from connector.chunk import memory_salt
 from connector.engine import EngineSettings, MemoryEngine
-from connector.memory_counts import Reason
 from connector.plan import PromptPlan
+from connector.reason import Reason
 from sharding.errors import StartupError
 from tests.connector.architectures import CASES, Case, table
 from tests.connector.engines import (

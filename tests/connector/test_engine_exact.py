@@ -17,8 +17,8 @@ from vllm import SamplingParams
 
 from connector.chunk import CaptureRange, ChunkId, chunk_id, memory_salt, text_salt
 from connector.engine import EngineSettings, MemoryEngine
-from connector.memory_counts import Reason
 from connector.plan import PromptPlan
+from connector.reason import Reason
 from connector.rotation import Rotation, rotate_keys
 from tests.connector.canaries import ask_canary
 from tests.connector.engines import (

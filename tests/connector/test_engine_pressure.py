@@ -16,8 +16,8 @@ from transformers import DynamicCache
 
 from connector.chunk import memory_salt
 from connector.engine import EngineSettings, MemoryEngine
-from connector.memory_counts import Reason
 from connector.plan import PromptPlan
+from connector.reason import Reason
 from tests.connector.engines import Answer, Encoded, Oracle, answer, encode, text, tokens_of
 
 NOISE = 1e-3

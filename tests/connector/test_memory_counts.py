@@ -6,9 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from connector.chunk import ChunkId
-from connector.memory_counts import MemoryCounts, Reason
+from connector.memory_counts import MemoryCounts
 from connector.plan import Piece, plan_memory
 from connector.port import EngineDelta
+from connector.reason import Reason
 
 pieces = st.builds(
     lambda tokens, chunk, why: Piece((7,) * tokens, chunk, None if chunk else why),

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from connector.chunk import ChunkId, ChunkRef
-from connector.memory_counts import Reason
 from connector.metadata import CaptureRange, StepReport, Wishes, transfer_params
+from connector.reason import Reason
 from connector.scheduler_side import Scheduled, SchedulerSide
 
 BLOCK = 4

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from connector.chunk import ChunkId
-from connector.memory_counts import Reason
 from connector.metadata import StepReport, transfer_params
+from connector.reason import Reason
 from connector.scheduler_side import SchedulerSide
 
 BLOCK = 4

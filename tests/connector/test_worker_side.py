@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from toy_model import ARCHITECTURES, HEAD_DIM, HEADS, LAYERS, SLOTS, ToyModel, model_around
 
 from connector.chunk import ChunkId, chunk_id
-from connector.memory_counts import Reason
 from connector.metadata import Capture, Load, StepMetadata, transfer_params
 from connector.metadata import CaptureRange as Range
 from connector.moves import DEVICE, HOST, Move, Outcome
+from connector.reason import Reason
 from connector.rotation import rotate_keys
 from connector.scheduler_side import Scheduled, SchedulerSide
 from connector.worker_side import WorkerSide

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from connector.chunk import CaptureRange, chunk_id
-from connector.memory_counts import Reason
 from connector.plan import Piece, PromptPlan, plan_memory
+from connector.reason import Reason
 from deployments.deterministic import (
     ByteTokenizer,
     DeterministicEngine,

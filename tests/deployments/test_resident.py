@@ -13,8 +13,8 @@ from resident_home import DIM, PLACEMENT, Home, LengthEmbedder, fact
 from slow_engine import dead
 
 from connector.chunk import ChunkId
-from connector.memory_counts import Reason
 from connector.plan import Piece
+from connector.reason import Reason
 from deployments.resident import SPARE_S
 from sharding.errors import EngineFailed, Unavailable, WrongShard
 from sharding.ids import FactId

@@ -13,8 +13,8 @@ from slow_engine import dead
 
 from connector.chunk import ChunkId
 from connector.engine import EngineDelta
-from connector.memory_counts import Reason
 from connector.plan import PromptPlan
+from connector.reason import Reason
 from deployments.heads import Heads
 from deployments.memory_calls import DeleteCall
 from deployments.messages import ChatCall, ChatFinished, ChatStarted, MemoryUse, Sampling

@@ -13,8 +13,8 @@ from tiered_shard import TieredShard, chunk_files, tiered_shard
 
 from connector.chunk_file import CLEAR, HEADER_BYTES, ChunkFormat
 from connector.files import LocalFiles
-from connector.memory_counts import Reason
 from connector.plan import PromptPlan
+from connector.reason import Reason
 from deployments.deterministic import DeterministicEngine, mark
 from deployments.memory_calls import AddCall, FactPage, ForgetCall, ListCall, SearchCall
 from deployments.messages import ChatCall, ChatDelta, Sampling
