@@ -108,6 +108,7 @@ async def test_everything_of_a_tenant_is_found_wherever_it_lies_and_forgotten(
     redis: RedisClient, keys: KeySpace
 ) -> None:
     directory, store = Directory(redis, keys), FactStore(redis, keys)
+    store.log = AppendLog(redis, every_s=0.0)
     minutes, api_keys = Minutes(redis, keys), KeyStore(redis, keys)
     red = [owner_id("red", Entity("user", f"{name}}}:facts*")) for name in ("ada", "bob", "eve")]
     others = [UserId("ada"), *(owner_id(tenant, Entity("user", "ada")) for tenant in ("re", "redd", "r*d", "blue"))]
