@@ -28,6 +28,14 @@ class Kind:
 
     url: str
     fail_over: Callable[[str], None] | None
+    primaries: tuple[int, ...] = ()
+
+    def replicated(self) -> None:
+        """Returns when replicas have taken all that was acknowledged: they do so afterwards, and begin only when they
+        have told the primary of their first copy, which is up to a second later."""
+        for port in self.primaries:
+            with redis.Redis(port=port) as primary:
+                _until(lambda primary=primary: _taken(primary.info("replication")))
 
 
 @contextmanager
@@ -64,7 +72,7 @@ def cluster(folder: Path) -> Iterator[Kind]:
 
         for node in nodes:
             node.close()
-        yield Kind("redis+cluster://" + ",".join(f"127.0.0.1:{port}" for port in ports), fail_over)
+        yield Kind("redis+cluster://" + ",".join(f"127.0.0.1:{port}" for port in ports), fail_over, tuple(ports[:3]))
 
 
 @contextmanager
@@ -83,7 +91,8 @@ def sentinel(folder: Path) -> Iterator[Kind]:
         with _servers(folder, 1, "--sentinel", config=config) as (watch, _):
             with redis.Redis(port=watch[0]) as client:
                 _until(lambda: client.sentinel_masters()["store"]["num-slaves"] == 1)
-            yield Kind(f"redis+sentinel://127.0.0.1:{watch[0]}/store", lambda key: processes[0].kill())
+            url = f"redis+sentinel://127.0.0.1:{watch[0]}/store"
+            yield Kind(url, lambda key: processes[0].kill(), (ports[0],))
 
 
 @contextmanager
@@ -127,6 +136,11 @@ def _until(ready: Callable[[], Any]) -> None:
             pass
         assert time.monotonic() < give_up, "the servers do not come together"
         time.sleep(0.02)
+
+
+def _taken(primary: dict[str, Any]) -> bool:
+    replicas = [primary[f"slave{n}"] for n in range(primary["connected_slaves"])]
+    return bool(replicas) and all(replica["offset"] == primary["master_repl_offset"] for replica in replicas)
 
 
 def _info(client: redis.Redis, command: str) -> dict[str, str]:

@@ -185,7 +185,7 @@ async def _goes_on(running: Kind, client: RedisClient) -> None:
     placements = [await directory.claim(user, HERE, None) for user in USERS]
     for placement in placements:
         await store.append(placement, ["kept"], "turn", NOW)
-    await _replicated(running)
+    running.replicated()
     assert running.fail_over is not None
     running.fail_over(keys.placement(USERS[0]))
     assert [await _soon(lambda user=user: directory.lookup(user)) for user in USERS] == placements
@@ -194,11 +194,6 @@ async def _goes_on(running: Kind, client: RedisClient) -> None:
     moved = await _soon(lambda: directory.switch(placements[0], ELSEWHERE))
     assert moved.epoch == 2
     assert await _soon(directory.histories) != before
-
-
-async def _replicated(running: Kind) -> None:
-    """Replicas take writes a moment after they were acknowledged."""
-    await asyncio.sleep(0.5)
 
 
 async def _soon(call: Callable[[], Awaitable[T]]) -> T:
