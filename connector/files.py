@@ -11,6 +11,7 @@ does the same with one put. Errors are OSError.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import itertools
@@ -277,8 +278,11 @@ def _part(name: str) -> tuple[ChunkId, int] | None:
 
 def _remove_tree(directory: Path) -> None:
     for _ in range(3):  # others may remove it, too, or write to it for a last time
-        with suppress(FileNotFoundError):
+        try:
             shutil.rmtree(directory)
+        except OSError as error:
+            if error.errno not in {errno.ENOENT, errno.ENOTEMPTY}:
+                raise
         if not directory.exists():
             return
     raise OSError(f"{directory} could not be removed")

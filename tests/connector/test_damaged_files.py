@@ -324,6 +324,25 @@ def test_all_of_a_user_goes_but_what_is_to_be_kept_and_nothing_of_anybody_else(k
     assert len([entry for digest in (DIGEST, other) for entry in files.entries(digest, bob)]) == 4
 
 
+def test_a_file_that_is_written_while_all_of_a_user_goes_goes_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, alice = open_files(str(tmp_path)), owner_key("alice")
+    first, *late = [name_of(DIGEST, alice, an_id("alice", n), 0) for n in range(2)]
+    files.write(first, [memoryview(PAYLOAD)], lambda: HEADER)
+    rmdir = os.rmdir
+
+    def beaten(path: str, **options: int) -> None:
+        if late:
+            files.write(late.pop(), [memoryview(PAYLOAD)], lambda: HEADER)
+        rmdir(path, **options)
+
+    monkeypatch.setattr(os, "rmdir", beaten)
+    files.purge(DIGEST, alice, None)
+    assert not late
+    assert not (tmp_path / directory_of(DIGEST, alice)).exists()
+
+
 async def test_users_find_their_chunks_in_a_remote_store_too(tmp_path: Path) -> None:
     url = f"memory://shared-{tmp_path.name}"
     home = TierHome(device=2, shared=9, shared_url=url, ranks=2)
