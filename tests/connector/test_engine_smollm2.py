@@ -108,19 +108,21 @@ async def test_the_packaged_model_passes_the_canary_and_is_injected(engine: Memo
 
 # -- a rebuild --------------------------------------------------------------------------------------------------------
 
-WINDOW, TOLD = 10, 40
+LONG = [f"My friend number {n} lives in house {1000 + n} of the street by the river." for n in range(40)]
+SHORT = [
+    f"{name} {does}."
+    for does in ("rows", "sails")
+    for name in ["Ann", "Bob", "Carl", "Emma", "Fred", "Hans", "Jon", "Karl", "Lisa", "Max", "Nina"]
+]
 
 
-def lines(template: PromptTemplate, corrected: int | None = None) -> list[Line]:
-    texts = [f"My friend number {n} lives in house {1000 + n} of the street by the river." for n in range(TOLD)]
-    if corrected is not None:
-        texts[corrected] = f"My friend number {corrected} has moved to a flat beside the old harbour."
+def lines(template: PromptTemplate, texts: Sequence[str]) -> list[Line]:
     return [Line(FactId(f"{n}"), n, tuple(template.fact(text))) for n, text in enumerate(texts)]
 
 
-def memory(engine: MemoryEngine, template: PromptTemplate, facts: Sequence[Line]) -> FactChunks:
+def memory(engine: MemoryEngine, template: PromptTemplate, facts: Sequence[Line], window: int) -> FactChunks:
     head = template.default_head()
-    chunks = FactChunks("ada", engine.model_digest, head, window_facts=WINDOW, room_tokens=2047, keep_stale=True)
+    chunks = FactChunks("ada", engine.model_digest, head, window_facts=window, room_tokens=2047, keep_stale=True)
     chunks.update(facts)
     return chunks
 
@@ -132,19 +134,26 @@ async def encoded(engine: MemoryEngine, encoder: Encoder, chunks: FactChunks) ->
     return {id_: (await engine.llm.collective_rpc(read_chunk, args=(id_,)))[0] for id_ in chunks.ids()}
 
 
-@pytest.mark.parametrize("corrected", [0, 13])
+@pytest.mark.parametrize(
+    ("texts", "window", "corrected", "made_anew"),
+    [
+        pytest.param(LONG, 10, 13, 17, id="two windows of four"),
+        pytest.param(SHORT, 20, 20, 2, id="two facts, ten tokens behind what the prefix cache holds"),
+    ],
+)
 async def test_a_rebuild_leaves_the_ids_and_bytes_of_a_full_build_for_a_part_of_its_tokens(
-    engine: MemoryEngine, language_model: Path, corrected: int
+    engine: MemoryEngine, language_model: Path, texts: list[str], window: int, corrected: int, made_anew: int
 ) -> None:
-    """Byte for byte in bfloat16, where two prefills of one prompt differ by how its tokens were batched: a rebuild cuts
-    its prompts as a full build does, whatever the prefix cache holds of them."""
+    """Byte for byte in bfloat16, where prefills of one prompt differ by how many of its tokens were computed at once: a
+    rebuild cuts its prompts as a full build does, whatever the prefix cache holds of them."""
     template = PromptTemplate(AutoTokenizer.from_pretrained(language_model))
     before = engine.counters["encode_prefilled_tokens"]
     encoder = Encoder(engine, ChunkLedger(256 << 20, engine.token_bytes), EncodePace(CPU_STEP_TOKENS))
-    chunks = memory(engine, template, lines(template))
+    chunks = memory(engine, template, lines(template, texts), window)
     old = await encoded(engine, encoder, chunks)
     built = engine.counters["encode_prefilled_tokens"] - before
-    chunks.update(lines(template, corrected))
+    after = lines(template, [*texts[:corrected], "Ann swims.", *texts[corrected + 1 :]])
+    chunks.update(after)
     chunks.renew("a salt")
     warm = await encoded(engine, encoder, chunks)
     rebuilt = engine.counters["encode_prefilled_tokens"] - before - built
@@ -152,9 +161,9 @@ async def test_a_rebuild_leaves_the_ids_and_bytes_of_a_full_build_for_a_part_of_
 
     await check_integrity(engine)  # drops every chunk, and the prefix cache
     encoder = Encoder(engine, ChunkLedger(256 << 20, engine.token_bytes), EncodePace(CPU_STEP_TOKENS))
-    full = await encoded(engine, encoder, memory(engine, template, lines(template, corrected)))
+    full = await encoded(engine, encoder, memory(engine, template, after, window))
     encoder.close()
     assert list(warm) == list(full), "the ids"
     assert [id_ for id_ in full if not torch.equal(warm[id_], full[id_])] == [], "the bytes"
-    assert len(full.keys() - old.keys()) > WINDOW
-    assert 0 < rebuilt < 0.6 * built, "two windows of four at most"
+    assert len(full.keys() - old.keys()) == made_anew
+    assert 0 < rebuilt < 0.6 * built
