@@ -10,9 +10,10 @@ For each invented profile of a hundred facts, one fact after the other gets anot
     warm        the memory rebuilt: what depends on the fact encoded anew. The next fact is corrected in this memory
     full        a memory built from nothing
 
-A chat takes the `TOP_K` facts nearest to the question, as the product does. An answer is new that contains the new
-value as whole words, and old that contains the old one. What rebuilding costs is counted in tokens: those in the
-prompts that are prefilled, and those of them that the engine computed, the rest being in its prefix cache.
+A chat takes the `TOP_K` facts nearest to the question, as the product does. The answer's beginning is given, as the
+canary gives it. It is new that contains the new value as whole words, and old that contains the old one. What
+rebuilding costs is counted in tokens: those in the prompts that are prefilled, and those of them that the engine
+computed, the rest being in its prefix cache.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.progress import track
 
 from benchmarks.in_process import shard_in_process
-from benchmarks.quality_questions import Person, Question, before_and_after
+from benchmarks.quality_questions import Person, before_and_after
 from connector.chunk import ChunkId
 from connector.plan import Piece
 from connector.port import CHAT_PRIORITY
@@ -42,7 +44,7 @@ FACTS = 100
 PROFILES, CORRECTIONS = 2, 12
 QUICK_PROFILES, QUICK_CORRECTIONS = 1, 10
 TOP_K = 10
-ANSWER_TOKENS = 20
+ANSWER_TOKENS = 8
 AT_ONCE = 8
 CORRECTION = FactId("correction")
 
@@ -137,10 +139,12 @@ class Profile:
 
     async def correct(self, place: int, after: Person) -> tuple[list[Answer], list[Cost]]:
         """The answers of all arms about one fact, and what they cost; the memory is rebuilt then."""
-        asked, old, was = after.questions[place], self._questions[place], self._chunks.piece(self._lines[place].fact)
+        new, was = after.questions[place], self._chunks.piece(self._lines[place].fact)
+        begins = after.facts[place].rpartition(new.answers[0])[0].strip()
+        asked = _Asked(begins, new.text, new.answers, self._questions[place].answers)
         self._facts[place] = after.facts[place]
         self._lines = self._trial.lines(self._facts)
-        (ranked,) = await self._trial.ranked(self._facts, [asked.text])
+        (ranked,) = await self._trial.ranked(self._facts, [asked.question])
         nearest = [int(fact) for fact in ranked[:TOP_K]]
         self._chunks.update(self._lines)
         stale = {n: self._served(n) for n in nearest}
@@ -156,16 +160,16 @@ class Profile:
             arms[as_text(phrasing)] = ([Piece(piece.token_ids), *others], 1)
             arms[as_chunk(phrasing)] = ([piece, *others], 0)
             costs += [Cost(as_text(phrasing), chat_tokens=len(piece.token_ids)), cost]
-        answers = await self._ask(self._name, arms, asked, old)
+        answers = await self._ask(self._name, arms, asked)
         self._chunks.renew(uuid.uuid4().hex)
         costs.append(await self._encode(self._chunks, WARM))
         self._chunks.settle(self._trial.tiers.peek_held)
         standing = self._chunks.standing()
         await self._trial.encoder.forget(sorted(self._trial.tiers.ids_of(self._name) - standing))
         warm = [self._chunks.piece(self._lines[n].fact) for n in nearest]
-        answers += await self._ask(self._name, {WARM: (warm, 0)}, asked, old)
+        answers += await self._ask(self._name, {WARM: (warm, 0)}, asked)
         full, cost = await self._built_from_nothing()
-        answers += await self._ask(f"{self._name} anew", {FULL: ([full[n] for n in nearest], 0)}, asked, old)
+        answers += await self._ask(f"{self._name} anew", {FULL: ([full[n] for n in nearest], 0)}, asked)
         await self._trial.forget(f"{self._name} anew")
         return answers, [*costs, cost]
 
@@ -211,21 +215,28 @@ class Profile:
             raise MemshardError(f"The chunk store is too small for the {FACTS} facts of {self._name}")
         return Cost(arm, prompts, trial.engine.counters["encode_prefilled_tokens"] - before)
 
-    async def _ask(
-        self, owner: str, arms: dict[str, tuple[list[Piece], int | None]], asked: Question, old: Question
-    ) -> list[Answer]:
+    async def _ask(self, owner: str, arms: dict[str, tuple[list[Piece], int | None]], asked: _Asked) -> list[Answer]:
         room = asyncio.Semaphore(AT_ONCE)
 
         async def ask(arm: str, facts: Sequence[Piece], prefill_nearest: int | None) -> Answer:
-            plan = self._trial.plan(owner, asked.text, facts, prefill_nearest, ANSWER_TOKENS)
+            plan = self._trial.plan(owner, asked.question, facts, prefill_nearest, ANSWER_TOKENS, asked.begins)
             async with room:
                 told = await self._trial.ask(plan, ANSWER_TOKENS)
             if plan.left_out or told.injected_tokens + told.cached_tokens < plan.load_tokens:
                 raise MemshardError(f"An answer is not what {arm} means: not all that was planned was injected")
-            new, before = is_right(told.text, asked.answers), is_right(told.text, old.answers)
-            return Answer(arm, self._name, asked.text, new, before)
+            new, old = is_right(told.text, asked.new), is_right(told.text, asked.old)
+            return Answer(arm, self._name, asked.question, new, old)
 
         return await asyncio.gather(*(ask(arm, *how) for arm, how in arms.items()))
+
+
+class _Asked(NamedTuple):
+    """A question, how its answer begins, and how that ends after the correction and before."""
+
+    begins: str
+    question: str
+    new: tuple[str, ...]
+    old: tuple[str, ...]
 
 
 class _Only:
