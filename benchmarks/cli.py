@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
+import os
 from collections.abc import Coroutine
 from enum import StrEnum
 from pathlib import Path
@@ -200,9 +202,17 @@ def quality(
         list[int] | None, typer.Option(min=0, help="Nearest ones left text; repeatable.")
     ] = None,
     text_facts: Annotated[int, typer.Option(min=0, help="So many facts at most are all left text.")] = 5,
+    judge: Annotated[
+        str | None, typer.Option(help="Let a model say what is right: the base URL of its OpenAI API (OPENAI_API_KEY).")
+    ] = None,
+    judge_model: Annotated[str | None, typer.Option(help="Its name there.")] = None,
 ) -> None:
     """Right answers from injected memory and from the same facts as text, with intervals, and time to first token."""
     check_targets(json, None)
+    if (judge is None) != (judge_model is None):
+        raise MemshardError("--judge and --judge-model go together")
+    if judge is not None and importlib.util.find_spec("openai") is None:
+        raise MemshardError("--judge needs openai, which is not installed")
     from benchmarks import quality, quality_questions, quality_report
     from benchmarks.results import Report
     from cluster.settings import Settings
@@ -216,6 +226,13 @@ def quality(
     windows, nearest = window or [Settings.from_environment().window_facts], prefill_nearest or [0]
     arms = [Setting(facts, r, text_facts) for facts in windows for r in nearest]
     name, answers = run_to_end(quality.run(model, people, counts, arms, console), console)
+    if judge is not None and judge_model is not None:
+        from openai import AsyncOpenAI
+
+        from benchmarks.judge import judged
+
+        client = AsyncOpenAI(base_url=judge, api_key=os.environ.get("OPENAI_API_KEY", "none"))
+        answers = run_to_end(judged(answers, client, judge_model), console)
     console.print(quality_report.table(name, answers), quality_report.kinds_table(answers), sep="\n")
     if json is not None:
         Report.of("quality", list(quality_report.rows(name, answers))).write_json(json)

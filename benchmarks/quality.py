@@ -41,7 +41,8 @@ TEXT = "text"
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One arm's answer to one question. `ttft_s` is None where others were answered at the same time."""
+    """One arm's answer to one question. `ttft_s` is None where others were answered at the same time, `verdict` where
+    no judge was asked."""
 
     arm: str
     memory: str  # the kind of the person's
@@ -52,11 +53,12 @@ class Answer:
     memory_tokens: int
     injected_tokens: int
     ttft_s: float | None
+    verdict: bool | None = None
 
     @property
     def right(self) -> float:
         """1 or 0."""
-        return float(is_right(self.told, self.question.answers))
+        return float(is_right(self.told, self.question.answers) if self.verdict is None else self.verdict)
 
     @property
     def f1(self) -> float:

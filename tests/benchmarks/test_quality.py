@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
+import httpx
 import pytest
+from openai import AsyncOpenAI
 
 from benchmarks import quality_report
+from benchmarks.judge import judged
 from benchmarks.quality import TEXT, Answer, check
 from benchmarks.quality_questions import LARGE, SMALL, Question, first_questions, invented_people, locomo_people
 from connector.chunk import ChunkId
@@ -117,3 +121,34 @@ def test_rows_and_table_say_what_each_arm_got_right_and_what_it_has_over_text() 
     assert quality_report.arms([*injected, *text]) == [TEXT, INJECTED]
     assert quality_report.table("m", [*injected, *text]).row_count == 2
     assert quality_report.kinds_table([*injected, *text]).row_count == 2
+
+
+def a_judge(says: Callable[[str], str]) -> tuple[AsyncOpenAI, list[str]]:
+    """A client whose server answers with what `says` makes of each prompt; and the prompts."""
+    prompts: list[str] = []
+
+    def answered(request: httpx.Request) -> httpx.Response:
+        prompts.append(json.loads(request.content)["messages"][0]["content"])
+        message = {"role": "assistant", "content": says(prompts[-1])}
+        choice = {"index": 0, "finish_reason": "stop", "message": message}
+        body = {"id": "1", "object": "chat.completion", "created": 0, "model": "judge", "choices": [choice]}
+        return httpx.Response(200, json=body)
+
+    http = httpx.AsyncClient(transport=httpx.MockTransport(answered))
+    return AsyncOpenAI(base_url="http://judge/v1", api_key="none", max_retries=0, http_client=http), prompts
+
+
+async def test_a_judge_has_the_last_word_and_is_asked_once_about_the_same_answer() -> None:
+    client, prompts = a_judge(lambda prompt: "No." if "Given answer: a baker" in prompt else " Yes")
+    async with client:
+        said = await judged([answer(TEXT, 1, True), answer(INJECTED, 1, True), answer(TEXT, 2, False)], client, "judge")
+    assert [one.right for one in said] == [0.0, 0.0, 1.0]
+    assert len(prompts) == 2
+    assert all("Expected answer: baker" in prompt for prompt in prompts)
+
+
+async def test_a_judge_that_says_neither_yes_nor_no_ends_the_benchmark() -> None:
+    client, _ = a_judge(lambda _: "Perhaps")
+    async with client:
+        with pytest.raises(MemshardError, match="neither yes nor no"):
+            await judged([answer(TEXT, 1, True)], client, "judge")
