@@ -59,12 +59,12 @@ def test_a_killed_replica_leaves_no_process_and_no_user_behind_and_is_replaced(s
         assert server.ask(user, "What do I play?")["memory"]["injected_tokens"] > 0
 
 
-unrun = pytest.mark.skipif(
-    "MEMSHARD_TEST_CHAOS" not in os.environ, reason="was not run yet; MEMSHARD_TEST_CHAOS=1 does"
+apart = pytest.mark.skipif(
+    "MEMSHARD_TEST_CHAOS" not in os.environ, reason="takes 48 s beside its twin; MEMSHARD_TEST_CHAOS=1 runs it"
 )
 
 
-@pytest.mark.parametrize("part", ["EngineCore", pytest.param("VLLM::Worker", marks=unrun)])
+@pytest.mark.parametrize("part", ["EngineCore", pytest.param("VLLM::Worker", marks=apart)])
 def test_users_of_a_shard_whose_engine_died_are_answered_by_the_other(server: WholeServer, part: str) -> None:
     users = [f"{part}-{n}" for n in range(6)]
     for user in users:
