@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from sharding.ids import ShardId, UserId
-from sharding.rebalance import HOUR_S, Move, Moved
+from sharding.rebalance import Move, Moved, restraint
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +61,12 @@ class CoolingPolicy:
         """The users who leave `full` now, the coldest first, each for where most is free."""
         if not self.is_full(full):
             return []
-        recent = list(past)
-        left = self.max_moves_per_hour - sum(now_s - moved.at_s < HOUR_S for moved in recent)
-        resting = {moved.user for moved in recent if now_s - moved.at_s < self.rest_s}
+        left, resting = restraint(self, past, now_s)
         held = {other.shard: other for other in others if other.ready and other.shard != full.shard}
         moves: list[Move] = []
         bytes_left = full.bytes
         for user in sorted(users, key=lambda user: (-user.idle_s, user.user)):
-            if bytes_left <= self.settle * full.budget_bytes or len(moves) >= min(left, self.max_moves_at_once):
+            if bytes_left <= self.settle * full.budget_bytes or len(moves) >= left:
                 break
             if user.idle_s < self.cold_s or user.user in resting or not user.bytes:
                 continue

@@ -7,7 +7,7 @@ Two things are balanced at once, bytes of KV (as a part of each shard's budget) 
 overloaded where either exceeds `begin` times the mean. Each move lowers a sum of powers of both over all shards, so
 that planning again and again comes to an end, and never swaps users back and forth. Refused: to move anybody while all
 shards are within `begin`; a target that is not ready, would become full, or is hot; a user who moved a while ago; more
-moves an hour than `max_moves_per_hour`. Carrying a move out is a `Mover`'s.
+moves an hour than `max_moves_per_hour`. `deployments/rebalancer.py` carries them out.
 """
 
 from __future__ import annotations
@@ -77,11 +77,25 @@ class Moved:
     at_s: float
 
 
-class Mover(Protocol):
-    """Carries moves out."""
+class Limits(Protocol):
+    """How much a policy may move."""
 
-    async def move(self, move: Move) -> bool:
-        """Whether the user is the target's now; False leaves them where they were."""
+    @property
+    def max_moves_per_hour(self) -> int: ...
+
+    @property
+    def max_moves_at_once(self) -> int: ...
+
+    @property
+    def rest_s(self) -> float: ...
+
+
+def restraint(limits: Limits, past: Iterable[Moved], now_s: float) -> tuple[int, set[UserId]]:
+    """How many moves may begin now, and who has moved too lately to move again."""
+    recent = list(past)
+    left = limits.max_moves_per_hour - sum(now_s - moved.at_s < HOUR_S for moved in recent)
+    resting = {moved.user for moved in recent if now_s - moved.at_s < limits.rest_s}
+    return min(left, limits.max_moves_at_once), resting
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,14 +131,12 @@ class RebalancingPolicy:
     ) -> list[Move]:
         """At most `max_moves_at_once` moves, no user twice. `users`: at least of the shards that `overloaded` names."""
         held = {shard.shard: shard for shard in shards if shard.ready}
-        recent = list(past)
-        left = self.max_moves_per_hour - sum(now_s - moved.at_s < HOUR_S for moved in recent)
-        resting = {moved.user for moved in recent if now_s - moved.at_s < self.rest_s}
+        left, resting = restraint(self, past, now_s)
         means = _Means.of(held.values())
         moves: list[Move] = []
         for source in self.overloaded(held.values()):
             candidates = [user for user in users.get(source, ()) if user.user not in resting]
-            while len(moves) < min(left, self.max_moves_at_once) and means.pressure(held[source]) > self.settle:
+            while len(moves) < left and means.pressure(held[source]) > self.settle:
                 if (move := self._best(held, source, candidates, means)) is None:
                     break
                 moves.append(move)
