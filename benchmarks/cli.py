@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import os
 from collections.abc import Coroutine
 from enum import StrEnum
@@ -13,7 +12,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 from rich.console import Console
 
-from benchmarks.options import Json, Model, Plot, Quick, Url, check_targets
+from benchmarks.options import Json, Model, Plot, Quick, Url, check_installed, check_targets
 from cluster import processes
 from sharding.errors import MemshardError
 
@@ -211,8 +210,8 @@ def quality(
     check_targets(json, None)
     if (judge is None) != (judge_model is None):
         raise MemshardError("--judge and --judge-model go together")
-    if judge is not None and importlib.util.find_spec("openai") is None:
-        raise MemshardError("--judge needs openai, which is not installed")
+    if judge is not None:
+        check_installed("--judge", "openai")
     from benchmarks import quality, quality_questions, quality_report
     from benchmarks.results import Report
     from cluster.settings import Settings

@@ -22,5 +22,11 @@ def check_targets(*paths: Path | None) -> None:
     for path in paths:
         if path is not None and not path.absolute().parent.is_dir():
             raise MemshardError(f"{path} cannot be written: there is no directory {path.absolute().parent}")
-    if len(paths) > 1 and paths[-1] is not None and importlib.util.find_spec("matplotlib") is None:
-        raise MemshardError("--plot needs matplotlib, which is not installed")
+    if len(paths) > 1 and paths[-1] is not None:
+        check_installed("--plot", "matplotlib")
+
+
+def check_installed(option: str, package: str) -> None:
+    """Likewise for a package that only this option needs."""
+    if importlib.util.find_spec(package) is None:
+        raise MemshardError(f"{option} needs {package}, which is not installed")

@@ -101,8 +101,8 @@ class ChunkFormat:
             if _checksum(bytes(header[_FIRST:]), payload) != checksum:
                 raise Damaged("its checksum does not hold")
         else:
-            salt, box = bytes(header[_FIRST : _FIRST + SALT_BYTES]), bytes(header[_FIRST + SALT_BYTES :])
-            decryptor = Cipher(AES(self._of(salt)), GCM(_NONCES[1], checksum)).decryptor()
+            key, box = self._sealed(header)
+            decryptor = Cipher(AES(key), GCM(_NONCES[1], checksum)).decryptor()
             decryptor.authenticate_additional_data(box)
             for at in range(0, len(payload), PIECE_BYTES):
                 piece = payload[at : at + PIECE_BYTES]
@@ -131,11 +131,15 @@ class ChunkFormat:
             return _unpacked(bytes(header[_FIRST:]))
         if magic == CLEAR:
             raise Damaged("it is not encrypted")
-        salt, box = bytes(header[_FIRST : _FIRST + SALT_BYTES]), bytes(header[_FIRST + SALT_BYTES :])
+        key, box = self._sealed(header)
         try:
-            return _unpacked(AESGCM(self._of(salt)).decrypt(_NONCES[0], box, SEALED))
+            return _unpacked(AESGCM(key).decrypt(_NONCES[0], box, SEALED))
         except InvalidTag as error:
             raise Damaged("it was encrypted with another key, or changed") from error
+
+    def _sealed(self, header: bytes | bytearray) -> tuple[bytes, bytes]:
+        """The key of a sealed file, and its sealed label."""
+        return self._of(bytes(header[_FIRST : _FIRST + SALT_BYTES])), bytes(header[_FIRST + SALT_BYTES :])
 
     def _of(self, salt: bytes) -> bytes:
         """The key of the file with this salt."""
