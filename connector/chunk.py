@@ -54,6 +54,10 @@ class KVShape:
         """Bytes that one token's keys and values take."""
         return self.layers * self.parts * self.kv_heads * self.head_dim * int(self.dtype.itemsize)
 
+    def of(self, tokens: int) -> tuple[int, int, int, int, int]:
+        """The shape of a chunk's `kv`."""
+        return self.layers, self.parts, tokens, self.kv_heads, self.head_dim
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:

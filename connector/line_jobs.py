@@ -20,11 +20,8 @@ from connector.chunk import Chunk, ChunkId, KVShape
 from connector.chunk_file import Damaged, Label
 from connector.groups import LineFailed
 from connector.line import Connect, Line, Sent
-from connector.moves import PEER, Copied, Move, Outcome
+from connector.moves import MOST_LINES, PEER, Copied, Move, Outcome
 from connector.store import ChunkStore
-
-MOST_LINES = 16
-"""Beyond so many, the line that was unused longest is closed: its other end may be gone."""
 
 Load = Callable[[str, Label, torch.Tensor], Copied]
 Store = Callable[[str, Label, Chunk], Copied]
@@ -159,8 +156,7 @@ class LineJobs:
         return Label(move.digest, self._rank, move.owner, id_, tokens)
 
     def _empty(self, tokens: int) -> torch.Tensor:
-        shape = self._shape
-        return torch.empty((shape.layers, shape.parts, tokens, shape.kv_heads, shape.head_dim), dtype=shape.dtype)
+        return torch.empty(self._shape.of(tokens), dtype=self._shape.dtype)
 
 
 def _failed(move: Move) -> dict[ChunkId, Copied]:

@@ -23,6 +23,9 @@ HOST: Final = "host"
 PEER: Final = "peer:"
 """What stands before the name of a line (`line.py`) to another shard's workers."""
 
+MOST_LINES = 16
+"""Beyond so many, the line that was unused longest is closed: its other end may be gone."""
+
 
 class Outcome(StrEnum):
     """What became of one chunk of a move, on one rank; the worst over all ranks counts. The worst comes last."""

@@ -99,6 +99,6 @@ def _chunks(shape: KVShape, tokens: int, device: torch.device) -> list[Chunk]:
     generator = torch.Generator().manual_seed(0)
     chunks = []
     for position, length in ((0, first), (first + 700, second), (0, tokens - first - second)):
-        kv = torch.randn(shape.layers, shape.parts, length, shape.kv_heads, shape.head_dim, generator=generator)
+        kv = torch.randn(shape.of(length), generator=generator)
         chunks.append(Chunk(ChunkId(str(position)), position, kv.to(shape.dtype).to(device)))
     return chunks

@@ -51,8 +51,7 @@ class ChunkStore:
             size = tokens * self.shape.token_bytes
             if self.bytes + size > self.budget_bytes:
                 return None
-            shape = (self.shape.layers, self.shape.parts, tokens, self.shape.kv_heads, self.shape.head_dim)
-            kv = torch.empty(shape, dtype=self.shape.dtype, device=self.device, pin_memory=self.pinned)
+            kv = torch.empty(self.shape.of(tokens), dtype=self.shape.dtype, device=self.device, pin_memory=self.pinned)
             self._arriving[id_] = (Chunk(id_, position, kv), torch.zeros(tokens, dtype=torch.bool))
             self.bytes += size
         return self._arriving[id_][0].kv

@@ -18,7 +18,7 @@ from typing import Any
 from connector.chunk import ChunkId, ChunkRef
 from connector.file_writer import slices
 from connector.files import owner_key
-from connector.moves import DEVICE, PEER, Move, Outcome, by_nccl
+from connector.moves import DEVICE, MOST_LINES, PEER, Move, Outcome, by_nccl
 from connector.port import Engine
 from connector.tiers import Tiers
 from deployments.copies import fence_of
@@ -36,9 +36,6 @@ GUEST_S = 60.0
 
 FILE_BYTES = 16 << 20
 """What one transfer brings to a file system at most: until it is written, it is in no tier's budget."""
-
-MOST_LINES = 16
-"""Lines that are believed to be open; the workers close what was unused longest."""
 
 Outcomes = dict[ChunkId, Outcome]
 
@@ -66,7 +63,7 @@ class Arrivals:
         self._table = table
         self._rates = rates
         self._devices = engine.devices if nccl else ()
-        self._lines: OrderedDict[str, None] = OrderedDict()
+        self._lines: OrderedDict[str, None] = OrderedDict()  # open, as far as is known: workers close those beyond, too
         self._coming: dict[str, asyncio.Task[Outcomes]] = {}  # by transfer
         self._guests: dict[UserId, float] = {}  # until when
         self._seeing_off: dict[UserId, asyncio.Task[None]] = {}
